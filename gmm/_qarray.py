@@ -1,0 +1,68 @@
+"""Quantized operands: integer or fp8 codes with their scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Dtypes that are codes: a number in one of these means nothing without its scale.
+CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QArray:
+  """Codes and the scale that turns them back into numbers (SPEC QNT-1).
+
+  Attributes:
+    qvalue: codes, the shape of the original operand; dtype one of `CODE_DTYPES`.
+    scale: same rank as `qvalue`, each dimension a divisor of the one in `qvalue`
+      (1: shared, equal: one per index, otherwise one per block); a float dtype.
+      The dtype of `scale` is the unquantized dtype of the operand.
+  """
+
+  qvalue: Any
+  scale: Any
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.qvalue.shape
+
+  @property
+  def ndim(self) -> int:
+    return self.qvalue.ndim
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """The unquantized dtype, which is that of `scale`."""
+    return self.scale.dtype
+
+  def swapaxes(self, axis1: int, axis2: int) -> QArray:
+    return QArray(self.qvalue.swapaxes(axis1, axis2), self.scale.swapaxes(axis1, axis2))
+
+
+Operand = jax.Array | QArray
+
+
+def is_code_dtype(dtype: Any) -> bool:
+  """Whether numbers of this dtype are codes that need a scale."""
+  return jnp.dtype(dtype).name in CODE_DTYPES
+
+
+def dequantize(x: Operand, dtype: Any = jnp.float32) -> jax.Array:
+  """Returns `qvalue * scale` as `dtype`, multiplied in float32; an array is only cast."""
+  if not isinstance(x, QArray):
+    return x.astype(dtype)
+  return (x.qvalue.astype(jnp.float32) * expand_scale(x.scale, x.shape)).astype(dtype)
+
+
+def expand_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Repeats a block scale to `shape` (dimensions of size 1 stay 1) as float32."""
+  scale = scale.astype(jnp.float32)
+  for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
+    if have not in (1, want):
+      scale = jnp.repeat(scale, want // have, axis=axis)
+  return scale
