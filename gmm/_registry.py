@@ -10,6 +10,14 @@ from gmm._protocol import Backend
 
 ENTRY_POINT_GROUP = "gmm.backends"
 
+# What "auto" considers on each platform, so that it loads no module it does not need; a
+# backend registered in this process takes part through its `auto_rank`.
+AUTO_NAMES = {
+    "cpu": ("reference",),
+    "gpu": ("xla", "reference"),
+    "tpu": ("tokamax_v1", "megablox", "reference"),
+}
+
 # Backends registered by hand in this process, newest last. The only mutable state of the
 # package: a registry is one.
 _registered: list[Backend] = []
@@ -120,3 +128,16 @@ def get_backend(name: str | Backend) -> Backend:
   if not _entry_points():
     hint += " No entry points are installed: run `pip install -e .` or `uv sync` in the checkout."
   raise ValueError(f"Unknown backend {name!r}; known: {', '.join(['auto', *_known_names()])}.{hint}")
+
+
+def auto_backends(platform: str) -> tuple[list[Backend], dict[str, str]]:
+  """The backends that "auto" tries on a platform, best first, and why others could not be loaded (SPEC REG-4)."""
+  found: list[Backend] = list(_registered)
+  missing: dict[str, str] = {}
+  for name in AUTO_NAMES.get(platform, ("reference",)):
+    try:
+      found.append(get_backend(name))
+    except (ImportError, ValueError) as error:
+      missing[name] = str(error)
+  ranked = [(dict(b.auto_rank).get(platform), b) for b in found]
+  return [b for rank, b in sorted((r for r in ranked if r[0] is not None), key=lambda r: r[0])], missing

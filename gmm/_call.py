@@ -1,0 +1,198 @@
+"""One call of one backend: choose it, ask it, do outside what it cannot fuse (SPEC REG-1, REG-4, REG-5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from gmm import _registry
+from gmm._groups import local_ranges
+from gmm._protocol import Backend, OperandSpec, Pass, Problem, Tile, Unsupported, operand_spec
+from gmm._qarray import Operand, QArray
+from gmm._quantize import Kind, apply_prescale, quantize
+from gmm._recipe import Quant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+  """The static part of one backend call: what is the same for every array of these shapes."""
+
+  backend: Backend | Literal["auto"]
+  pass_: Pass
+  out_dtype: str
+  precision: Any = None
+  tile: Tile | None = None
+  transpose_rhs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Todo:
+  """What a backend may do to an operand before multiplying: prescale, then quantize."""
+
+  quant: Quant | None = None
+  prescale: jax.Array | None = None
+
+  def __bool__(self) -> bool:
+    return self.quant is not None or self.prescale is not None
+
+
+def call_gmm(
+    call: Call,
+    lhs: Operand,
+    rhs: Operand,
+    sizes: jax.Array,
+    offset: jax.Array | None,
+    *,
+    lhs_todo: Todo,
+    partial_sum: jax.Array | None = None,
+) -> jax.Array:
+  """gmm on the backend of `call`; raises Unsupported when no allowed backend takes it."""
+  m, k = lhs.shape
+  g = rhs.shape[0]
+  n = rhs.shape[1 if call.transpose_rhs else 2]
+
+  def problem(lhs_spec: OperandSpec) -> Problem:
+    return _problem(
+        call, lhs_spec, operand_spec(rhs), (m, k, n, g), sizes, offset, partial_sum=partial_sum is not None
+    )
+
+  backend, fuse = _choose(call.backend, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
+  if not fuse:
+    lhs, lhs_todo = _do(lhs, lhs_todo, "rows", sizes, offset, g), Todo()
+  return _outside_interception(backend.gmm)(
+      lhs,
+      rhs,
+      sizes,
+      lhs_quant=lhs_todo.quant,
+      lhs_prescale=lhs_todo.prescale,
+      group_offset=offset,
+      transpose_rhs=call.transpose_rhs,
+      partial_sum=partial_sum,
+      precision=call.precision,
+      preferred_element_type=call.out_dtype,
+      tiling=call.tile,
+  )
+
+
+def call_tgmm(
+    call: Call,
+    lhs: Operand,
+    dout: Operand,
+    sizes: jax.Array,
+    offset: jax.Array | None,
+    *,
+    num_groups: int,
+    dout_todo: Todo,
+) -> jax.Array:
+  """tgmm on the backend of `call`; raises Unsupported when no allowed backend takes it."""
+  dims = (*lhs.shape, dout.shape[1], num_groups)
+
+  def problem(dout_spec: OperandSpec) -> Problem:
+    return _problem(call, operand_spec(lhs), dout_spec, dims, sizes, offset)
+
+  backend, fuse = _choose(call.backend, problem, operand_spec(dout, dout_todo.quant, dout_todo.prescale), "cols")
+  if not fuse:
+    dout, dout_todo = _do(dout, dout_todo, "cols", sizes, offset, num_groups), Todo()
+  return _outside_interception(backend.tgmm)(
+      lhs,
+      dout,
+      sizes,
+      num_groups=num_groups,
+      lhs_quant=None,
+      dout_quant=dout_todo.quant,
+      dout_prescale=dout_todo.prescale,
+      group_offset=offset,
+      precision=call.precision,
+      preferred_element_type=call.out_dtype,
+      tiling=call.tile,
+  )
+
+
+def _problem(
+    call: Call,
+    lhs: OperandSpec,
+    rhs: OperandSpec,
+    dims: tuple[int, int, int, int],
+    sizes: jax.Array,
+    offset: jax.Array | None,
+    partial_sum: bool = False,
+) -> Problem:
+  m, k, n, g = dims
+  return Problem(
+      pass_=call.pass_,
+      m=m,
+      k=k,
+      n=n,
+      num_groups=g,
+      num_global_groups=sizes.shape[0],
+      lhs=lhs,
+      rhs=rhs,
+      out_dtype=call.out_dtype,
+      transpose_rhs=call.transpose_rhs,
+      group_offset=offset is not None,
+      partial_sum=partial_sum,
+      precision=call.precision,
+      tiling=call.tile,
+      platform=jax.default_backend(),
+  )
+
+
+def _choose(
+    wanted: Backend | Literal["auto"], problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
+) -> tuple[Backend, bool]:
+  """Returns the backend, and whether it also does what `spec` asks before multiplying."""
+  refusals = []
+  platform = jax.default_backend()
+  candidates, missing = _registry.auto_backends(platform) if wanted == "auto" else ([wanted], {})
+  for backend in candidates:
+    reason = backend.supports(problem(spec))
+    if reason is None:
+      return backend, True
+    if spec.quant is not None or spec.prescale_shape is not None:
+      reason = backend.supports(problem(_done(spec, kind)))
+      if reason is None:
+        return backend, False
+    refusals.append((backend.name, reason))
+  refusals += list(missing.items())
+  asked = problem(spec)
+  what = f"{asked.pass_} of m={asked.m} k={asked.k} n={asked.n} groups={asked.num_groups} on {platform}"
+  if wanted == "auto":
+    listed = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "none is registered"
+    raise Unsupported(f"No backend can do {what}. {listed}")
+  raise Unsupported(
+      f"Backend {refusals[0][0]!r} cannot do {what}: {refusals[0][1]} (A named backend never falls back; "
+      f"backend='auto' or 'reference' would.)"
+  )
+
+
+def _done(spec: OperandSpec, kind: Kind) -> OperandSpec:
+  """The operand after what is asked has been done outside the backend."""
+  if spec.quant is None:
+    return dataclasses.replace(spec, prescale_shape=None)
+  quant = spec.quant
+  x = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+  return operand_spec(jax.eval_shape(lambda v: quantize(v, quant, kind), x))
+
+
+def _do(x: Operand, todo: Todo, kind: Kind, sizes: jax.Array, offset: jax.Array | None, num_groups: int) -> Operand:
+  if not todo:
+    return x
+  assert not isinstance(x, QArray)  # the op asks for steps on unquantized operands only
+  starts, ends = local_ranges(sizes, offset, num_groups)
+  if todo.quant is None:
+    assert todo.prescale is not None
+    return apply_prescale(x, todo.prescale, kind, starts, ends)
+  return quantize(x, todo.quant, kind, starts=starts, ends=ends, prescale=todo.prescale)
+
+
+def _outside_interception(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  """Runs fn where qwix, if it is loaded at all, patches nothing: no operand is quantized twice (SPEC QNT-11)."""
+  if "qwix" not in sys.modules:
+    return fn
+  from gmm import _qwix
+
+  return _qwix.outside_interception(fn)

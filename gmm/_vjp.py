@@ -1,0 +1,311 @@
+"""The grouped matmuls with their gradients (SPEC VJP-1 to VJP-8).
+
+Top to bottom: quantize, multiply, and for the gradients dlhs and drhs. A backend only
+multiplies; which codes and scales meet in which matmul is said here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gmm._call import Call, Todo, call_gmm, call_tgmm
+from gmm._groups import local_ranges
+from gmm._protocol import Backend, Pass, Unsupported
+from gmm._qarray import Operand, QArray
+from gmm._quantize import in_range, quantize
+from gmm._recipe import Quant, Recipe
+from gmm._tiling import Tiling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What is static in one call of an op.
+
+  Attributes:
+    backend: the backend, or "auto" to choose for each pass by itself.
+    recipe: which operands are quantized.
+    pass_: which pass the primal call is; second order reaches the other ones.
+    transpose_rhs: rhs is stored [g, n, k].
+    num_groups: local groups.
+    lhs_dtype, rhs_dtype, out_dtype: unquantized dtypes; `tgmm`: rhs is dout.
+    lhs_is_codes, rhs_is_codes: the operand came as a `QArray`: it has no gradient.
+    partial_dtype: dtype of partial_sum, or None.
+    precision, tiling: as given to the op.
+  """
+
+  backend: Backend | Literal["auto"]
+  recipe: Recipe
+  pass_: Pass = "fwd"
+  transpose_rhs: bool = False
+  num_groups: int
+  lhs_dtype: str
+  rhs_dtype: str
+  out_dtype: str
+  lhs_is_codes: bool = False
+  rhs_is_codes: bool = False
+  partial_dtype: str | None = None
+  precision: Any = None
+  tiling: Tiling = Tiling()
+
+  def call(self, pass_: Pass, out_dtype: str, transpose_rhs: bool = False) -> Call:
+    # Of the op's own pass the tile stands in `fwd`, of its gradients in their own field.
+    tile = self.tiling.fwd if pass_ == self.pass_ else getattr(self.tiling, pass_)
+    return Call(
+        backend=self.backend,
+        pass_=pass_,
+        out_dtype=out_dtype,
+        precision=self.precision,
+        tile=tile,
+        transpose_rhs=transpose_rhs,
+    )
+
+
+# ---- gmm -------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gmm(
+    plan: Plan,
+    lhs: Operand,
+    rhs: Operand,
+    sizes: jax.Array,
+    offset: jax.Array | None,
+    partial_sum: jax.Array | None,
+) -> jax.Array:
+  """out[i] = lhs[i] @ rhs[group of i] (+ partial_sum), [m, n]; undifferentiated."""
+  quant = plan.recipe.lhs
+  fusable = quant is not None and not isinstance(lhs, QArray) and not _needs_collective(plan.recipe, quant)
+  if not fusable:
+    lhs = _quantize_lhs(plan, lhs, sizes, offset)
+  rhs = _quantize_rhs(plan, rhs, sizes, offset)
+  todo = Todo(quant if fusable else None)
+  return call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=todo, partial_sum=partial_sum)
+
+
+def _own(plan: Plan) -> Call:
+  return plan.call(plan.pass_, plan.out_dtype, plan.transpose_rhs)
+
+
+def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum):
+  if plan.recipe.is_quantized:
+    lhs, rhs, partial_sum = _first_order_only((lhs, rhs, partial_sum))
+  # 1. Quantize. The residuals are the codes (1 byte an element) wherever the gradients reuse them.
+  starts, ends = local_ranges(sizes, offset, plan.num_groups)
+  keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends)
+  keep_rhs = _clip_mask(plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", starts, ends)
+  lhs = checkpoint_name(_quantize_lhs(plan, lhs, sizes, offset), "gmm_lhs")
+  rhs = checkpoint_name(_quantize_rhs(plan, rhs, sizes, offset), "gmm_rhs")
+  # 2. Multiply.
+  out = call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=Todo(), partial_sum=partial_sum)
+  return out, (lhs, rhs, keep_lhs, keep_rhs, sizes, offset)
+
+
+def _gmm_bwd(plan, residuals, dout):
+  lhs, rhs, keep_lhs, keep_rhs, sizes, offset = residuals
+  dlhs = drhs = None  # of an operand that came quantized
+  if not plan.lhs_is_codes:
+    dlhs = _masked(keep_lhs, _dlhs(plan, dout, rhs, sizes, offset))
+  if not plan.rhs_is_codes:
+    drhs = _drhs(plan, lhs, dout, sizes, offset)
+    drhs = _masked(keep_rhs, drhs.swapaxes(1, 2) if plan.transpose_rhs else drhs)
+  dpartial = None if plan.partial_dtype is None else dout.astype(plan.partial_dtype)
+  return dlhs, drhs, None, None, dpartial
+
+
+gmm.defvjp(_gmm_fwd, _gmm_bwd)
+
+
+def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+  """dout against the weights' other axis, [m, k] (SPEC VJP-2)."""
+  if not plan.recipe.is_quantized and not isinstance(rhs, QArray):
+    other = dataclasses.replace(
+        plan,
+        pass_="dlhs",
+        transpose_rhs=not plan.transpose_rhs,
+        lhs_dtype=plan.out_dtype,
+        out_dtype=plan.lhs_dtype,
+        partial_dtype=None,
+        tiling=Tiling(fwd=plan.tiling.dlhs),
+    )
+    return gmm(other, dout, rhs, sizes, offset, None)
+  codes, prescale = rhs, None
+  if isinstance(rhs, QArray):
+    # The forward scale of each output column now stands on the contracting axis: it moves into dout.
+    codes, prescale = rhs.qvalue, _output_scale(rhs, plan.transpose_rhs)
+  dout, todo = _dout_todo(plan, dout, prescale, "rows", sizes, offset)
+  call = plan.call("dlhs", plan.lhs_dtype, not plan.transpose_rhs)
+  return call_gmm(call, dout, codes, sizes, offset, lhs_todo=todo)
+
+
+def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+  """lhs^T @ dout per group, [g, k, n] (SPEC VJP-2)."""
+  if not plan.recipe.is_quantized and not isinstance(lhs, QArray):
+    other = dataclasses.replace(
+        plan,
+        pass_="drhs",
+        transpose_rhs=False,
+        rhs_dtype=plan.out_dtype,
+        out_dtype=plan.rhs_dtype,
+        partial_dtype=None,
+        tiling=Tiling(fwd=plan.tiling.drhs),
+    )
+    return tgmm(other, lhs, dout, sizes, offset)
+  codes, prescale = lhs, None
+  if isinstance(lhs, QArray):
+    # The forward scale of each row stands on the contracting axis: it moves into dout.
+    if lhs.scale.shape[1] != 1:
+      raise Unsupported(_no_block_gradient("lhs", lhs))
+    codes, prescale = lhs.qvalue, lhs.scale.astype(jnp.float32)
+  dout, todo = _dout_todo(plan, dout, prescale, "cols", sizes, offset)
+  call = plan.call("drhs", plan.rhs_dtype)
+  return call_tgmm(call, codes, dout, sizes, offset, num_groups=plan.num_groups, dout_todo=todo)
+
+
+# ---- tgmm ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tgmm(plan: Plan, lhs: Operand, dout: Operand, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+  """lhs_g^T @ dout_g of each local group, [g, k, n], with nothing quantized here."""
+  call = plan.call(plan.pass_, plan.out_dtype)
+  return call_tgmm(call, lhs, dout, sizes, offset, num_groups=plan.num_groups, dout_todo=Todo())
+
+
+def _tgmm_fwd(plan, lhs, dout, sizes, offset):
+  return tgmm(plan, lhs, dout, sizes, offset), (lhs, dout, sizes, offset)
+
+
+def _tgmm_bwd(plan, residuals, ct):
+  lhs, dout, sizes, offset = residuals
+  # The op is bilinear: each cotangent is a gmm of the other operand with ct as the weights.
+  to_lhs = dataclasses.replace(
+      plan,
+      pass_="dlhs",
+      transpose_rhs=True,
+      lhs_dtype=plan.rhs_dtype,
+      rhs_dtype=plan.out_dtype,
+      out_dtype=plan.lhs_dtype,
+      tiling=Tiling(),
+  )
+  to_dout = dataclasses.replace(
+      plan, pass_="fwd", lhs_dtype=plan.lhs_dtype, rhs_dtype=plan.out_dtype, out_dtype=plan.rhs_dtype, tiling=Tiling()
+  )
+  dlhs = None if isinstance(lhs, QArray) else gmm(to_lhs, _plain(dout), ct, sizes, offset, None)
+  ddout = None if isinstance(dout, QArray) else gmm(to_dout, _plain(lhs), ct, sizes, offset, None)
+  return dlhs, ddout, None, None
+
+
+tgmm.defvjp(_tgmm_fwd, _tgmm_bwd)
+
+
+def tgmm_plan(plan: Plan) -> Plan:
+  """The plan of a public tgmm as `tgmm` reads it: out_dtype is the result's, rhs_dtype dout's."""
+  return dataclasses.replace(plan, rhs_dtype=plan.out_dtype, out_dtype=plan.rhs_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tgmm_quantized(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+  """drhs of a quantized gmm, [g, k, n]: lhs quantized as forward, dout as backward."""
+  return _drhs(plan, _quantize_lhs(plan, lhs, sizes, offset), dout, sizes, offset)
+
+
+def _refuse_gradient(plan, *operands):
+  del operands
+  raise Unsupported(_SECOND_ORDER.format(name=plan.recipe.name))
+
+
+tgmm_quantized.defvjp(_refuse_gradient, lambda plan, residuals, ct: ())
+
+
+# ---- the steps -------------------------------------------------------------------------
+
+
+def _quantize_lhs(plan: Plan, lhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> Operand:
+  return _quantized(plan, plan.recipe.lhs, lhs, "rows", sizes, offset)
+
+
+def _quantize_rhs(plan: Plan, rhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> Operand:
+  return _quantized(plan, plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", sizes, offset)
+
+
+def _quantized(plan: Plan, quant: Quant | None, x: Operand, kind, sizes, offset) -> Operand:
+  """x by the recipe; an operand that comes quantized stays as it is."""
+  if quant is None or isinstance(x, QArray):
+    return x
+  starts, ends = local_ranges(sizes, offset, plan.num_groups)
+  return quantize(x, quant, kind, starts=starts, ends=ends, scale_axes=plan.recipe.scale_axes)
+
+
+def _needs_collective(recipe: Recipe, quant: Quant) -> bool:
+  """Whether the scale of these rows is a maximum over the mesh, which no backend takes."""
+  return recipe.scale_scope == "global" and quant.one_scale
+
+
+def _dout_todo(plan: Plan, dout, prescale, kind: Literal["rows", "cols"], sizes, offset) -> tuple[Operand, Todo]:
+  """What is left for the backend to do to dout; a scale over the mesh is found here."""
+  quant = plan.recipe.dout
+  if quant is None or plan.recipe.scale_scope == "local":
+    return dout, Todo(quant, prescale)
+  starts, ends = local_ranges(sizes, offset, plan.num_groups)
+  axes = plan.recipe.scale_axes
+  return quantize(dout, quant, kind, starts=starts, ends=ends, prescale=prescale, scale_axes=axes), Todo()
+
+
+def _output_scale(rhs: QArray, transpose_rhs: bool) -> jax.Array:
+  """The weights' scale by group and output column, float32 [1 or g, 1 or n]."""
+  scale = rhs.scale.swapaxes(1, 2) if transpose_rhs else rhs.scale
+  n = rhs.shape[1 if transpose_rhs else 2]
+  if scale.shape[1] != 1 or scale.shape[2] not in (1, n) or scale.shape[0] not in (1, rhs.shape[0]):
+    raise Unsupported(_no_block_gradient("rhs", rhs))
+  return scale[:, 0, :].astype(jnp.float32)
+
+
+def _clip_mask(quant: Quant | None, x: Operand, kind, starts, ends) -> jax.Array | None:
+  if quant is None or not quant.clip_gradient or isinstance(x, QArray):
+    return None
+  if quant.fixed_range is None and quant.absmax_factor >= 1:
+    return None  # everything lies in the range
+  return in_range(x, quant, kind, starts, ends)
+
+
+def _masked(keep: jax.Array | None, gradient: jax.Array) -> jax.Array:
+  return gradient if keep is None else jnp.where(keep, gradient, jnp.zeros((), gradient.dtype))
+
+
+def _plain(x: Operand) -> jax.Array:
+  if isinstance(x, QArray):
+    raise Unsupported("The gradient of tgmm with respect to one operand needs the other unquantized.")
+  return x
+
+
+def _no_block_gradient(name: str, x: QArray) -> str:
+  return (
+      f"The gradient with a scale that varies along the contracting axis of {name} (scale {x.scale.shape} of codes "
+      f"{x.shape}) is not defined yet. Use granularity 'tensor', 'channel' or 'channel_per_group'."
+  )
+
+
+_SECOND_ORDER = (
+    "Second-order and forward-mode derivatives of a quantized grouped matmul (recipe {name!r}) are not defined: "
+    "rounding has no derivative beyond straight-through. Differentiate once, or use recipe='bf16'."
+)
+
+
+@jax.custom_vjp
+def _first_order_only(x):
+  """The identity, for values that must not be differentiated a second time."""
+  return x
+
+
+def _refuse_second_order(x):
+  del x
+  raise Unsupported(_SECOND_ORDER.format(name="quantized"))
+
+
+_first_order_only.defvjp(_refuse_second_order, lambda residuals, ct: (ct,))
