@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from gmm import _registry, _validate, _vjp
 from gmm._groups import canonical_sizes, covered_rows, local_ranges
+from gmm._manual_axes import vary_alike
 from gmm._protocol import Backend
 from gmm._qarray import Operand, QArray
 from gmm._recipe import Recipe, recipe as _named_recipe
@@ -103,7 +103,7 @@ def gmm(
       tiling=as_tiling(tiling),
   )
   sizes = canonical_sizes(sizes, m)
-  lhs, rhs, sizes, offset, partial_sum = _vary_alike(lhs, rhs, sizes, offset, partial_sum)
+  lhs, rhs, sizes, offset, partial_sum = vary_alike(lhs, rhs, sizes, offset, partial_sum)
   out = _gmm(plan, lhs, rhs, sizes, offset, partial_sum)
   if existing_out is None:
     return out
@@ -168,7 +168,7 @@ def tgmm(
       tiling=Tiling(fwd=as_tiling(tiling).drhs),
   )
   sizes = canonical_sizes(sizes, m)
-  lhs, dout, sizes, offset = _vary_alike(lhs, dout, sizes, offset)
+  lhs, dout, sizes, offset = vary_alike(lhs, dout, sizes, offset)
   if rule.is_quantized:
     if isinstance(dout, QArray):
       raise ValueError("dout is a QArray and the recipe quantizes too; pass recipe=None to multiply codes as they are.")
@@ -230,20 +230,3 @@ def _recipe(wanted: str | Recipe | None) -> Recipe:
 
 def _backend(wanted: str | Backend) -> Any:
   return "auto" if isinstance(wanted, str) and wanted == "auto" else _registry.get_backend(wanted)
-
-
-def _vary_alike(*operands: Any) -> tuple[Any, ...]:
-  """Inside shard_map, marks all operands as varying over the mesh axes that any of them varies over.
-
-  The transpose of that mark is a sum over those axes: the cotangent of a replicated operand
-  comes out summed, as it must.
-  """
-  leaves = jax.tree.leaves(operands)
-  axes = functools.reduce(frozenset.union, (_varying(x) for x in leaves), frozenset())
-  return jax.tree.map(
-      lambda x: jax.lax.pcast(x, tuple(sorted(axes - _varying(x))), to="varying") if axes - _varying(x) else x, operands
-  )
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  return frozenset(getattr(jax.typeof(x), "vma", ()))
