@@ -41,14 +41,14 @@ class Todo:
 
 
 def call_gmm(
-    call: Call,
-    lhs: Operand,
-    rhs: Operand,
-    sizes: jax.Array,
-    offset: jax.Array | None,
-    *,
-    lhs_todo: Todo,
-    partial_sum: jax.Array | None = None,
+  call: Call,
+  lhs: Operand,
+  rhs: Operand,
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  *,
+  lhs_todo: Todo,
+  partial_sum: jax.Array | None = None,
 ) -> jax.Array:
   """gmm on the backend of `call`; raises Unsupported when no allowed backend takes it."""
   m, k = lhs.shape
@@ -56,40 +56,38 @@ def call_gmm(
   n = rhs.shape[1 if call.transpose_rhs else 2]
 
   def problem(lhs_spec: OperandSpec) -> Problem:
-    return _problem(
-        call, lhs_spec, operand_spec(rhs), (m, k, n, g), sizes, offset, partial_sum=partial_sum is not None
-    )
+    return _problem(call, lhs_spec, operand_spec(rhs), (m, k, n, g), sizes, offset, partial_sum=partial_sum is not None)
 
   backend, fuse = _choose(call.backend, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
   if not fuse:
     lhs, lhs_todo = _do(lhs, lhs_todo, "rows", sizes, offset, g), Todo()
   return _outside_interception(backend.gmm)(
-      lhs,
-      rhs,
-      sizes,
-      lhs_quant=lhs_todo.quant,
-      lhs_prescale=lhs_todo.prescale,
-      group_offset=offset,
-      transpose_rhs=call.transpose_rhs,
-      partial_sum=partial_sum,
-      precision=call.precision,
-      preferred_element_type=call.out_dtype,
-      tiling=call.tile,
+    lhs,
+    rhs,
+    sizes,
+    lhs_quant=lhs_todo.quant,
+    lhs_prescale=lhs_todo.prescale,
+    group_offset=offset,
+    transpose_rhs=call.transpose_rhs,
+    partial_sum=partial_sum,
+    precision=call.precision,
+    preferred_element_type=call.out_dtype,
+    tiling=call.tile,
   )
 
 
 def call_tgmm(
-    call: Call,
-    lhs: Operand,
-    dout: Operand,
-    sizes: jax.Array,
-    offset: jax.Array | None,
-    *,
-    num_groups: int,
-    dout_todo: Todo,
+  call: Call,
+  lhs: Operand,
+  dout: Operand,
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  *,
+  num_groups: int,
+  dout_todo: Todo,
 ) -> jax.Array:
   """tgmm on the backend of `call`; raises Unsupported when no allowed backend takes it."""
-  dims = (*lhs.shape, dout.shape[1], num_groups)
+  dims = (lhs.shape[0], lhs.shape[1], dout.shape[1], num_groups)
 
   def problem(dout_spec: OperandSpec) -> Problem:
     return _problem(call, operand_spec(lhs), dout_spec, dims, sizes, offset)
@@ -98,51 +96,51 @@ def call_tgmm(
   if not fuse:
     dout, dout_todo = _do(dout, dout_todo, "cols", sizes, offset, num_groups), Todo()
   return _outside_interception(backend.tgmm)(
-      lhs,
-      dout,
-      sizes,
-      num_groups=num_groups,
-      lhs_quant=None,
-      dout_quant=dout_todo.quant,
-      dout_prescale=dout_todo.prescale,
-      group_offset=offset,
-      precision=call.precision,
-      preferred_element_type=call.out_dtype,
-      tiling=call.tile,
+    lhs,
+    dout,
+    sizes,
+    num_groups=num_groups,
+    lhs_quant=None,
+    dout_quant=dout_todo.quant,
+    dout_prescale=dout_todo.prescale,
+    group_offset=offset,
+    precision=call.precision,
+    preferred_element_type=call.out_dtype,
+    tiling=call.tile,
   )
 
 
 def _problem(
-    call: Call,
-    lhs: OperandSpec,
-    rhs: OperandSpec,
-    dims: tuple[int, int, int, int],
-    sizes: jax.Array,
-    offset: jax.Array | None,
-    partial_sum: bool = False,
+  call: Call,
+  lhs: OperandSpec,
+  rhs: OperandSpec,
+  dims: tuple[int, int, int, int],
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  partial_sum: bool = False,
 ) -> Problem:
   m, k, n, g = dims
   return Problem(
-      pass_=call.pass_,
-      m=m,
-      k=k,
-      n=n,
-      num_groups=g,
-      num_global_groups=sizes.shape[0],
-      lhs=lhs,
-      rhs=rhs,
-      out_dtype=call.out_dtype,
-      transpose_rhs=call.transpose_rhs,
-      group_offset=offset is not None,
-      partial_sum=partial_sum,
-      precision=call.precision,
-      tiling=call.tile,
-      platform=jax.default_backend(),
+    pass_=call.pass_,
+    m=m,
+    k=k,
+    n=n,
+    num_groups=g,
+    num_global_groups=sizes.shape[0],
+    lhs=lhs,
+    rhs=rhs,
+    out_dtype=call.out_dtype,
+    transpose_rhs=call.transpose_rhs,
+    group_offset=offset is not None,
+    partial_sum=partial_sum,
+    precision=call.precision,
+    tiling=call.tile,
+    platform=jax.default_backend(),
   )
 
 
 def _choose(
-    wanted: Backend | Literal["auto"], problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
+  wanted: Backend | Literal["auto"], problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
 ) -> tuple[Backend, bool]:
   """Returns the backend, and whether it also does what `spec` asks before multiplying."""
   refusals = []
@@ -164,8 +162,8 @@ def _choose(
     listed = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "none is registered"
     raise Unsupported(f"No backend can do {what}. {listed}")
   raise Unsupported(
-      f"Backend {refusals[0][0]!r} cannot do {what}: {refusals[0][1]} (A named backend never falls back; "
-      f"backend='auto' or 'reference' would.)"
+    f"Backend {refusals[0][0]!r} cannot do {what}: {refusals[0][1]} (A named backend never falls back; "
+    f"backend='auto' or 'reference' would.)"
   )
 
 

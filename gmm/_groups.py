@@ -43,7 +43,9 @@ def local_ranges(sizes: jax.Array, group_offset: Any, num_groups: int) -> tuple[
     return zeros, zeros
   index = jnp.arange(num_groups, dtype=jnp.int32) + jnp.int32(0 if group_offset is None else group_offset)
   # Before the first global group everything is 0, past the last everything is the total.
-  at = lambda x, before: jnp.where(index < 0, 0, jnp.where(index < sizes.shape[0], x[index.clip(0, sizes.shape[0] - 1)], before))
+  at = lambda x, before: jnp.where(
+    index < 0, 0, jnp.where(index < sizes.shape[0], x[index.clip(0, sizes.shape[0] - 1)], before)
+  )
   return at(starts, ends[-1]), at(ends, ends[-1])
 
 

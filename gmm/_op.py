@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gmm import _registry, _validate, _vjp
+from gmm import _calibrate, _registry, _validate, _vjp
 from gmm._groups import canonical_sizes, covered_rows, local_ranges
 from gmm._manual_axes import vary_alike
 from gmm._protocol import Backend
-from gmm._qarray import Operand, QArray
-from gmm._recipe import Recipe, recipe as _named_recipe
+from gmm._qarray import OperandLike, QArray
+from gmm._recipe import Recipe
+from gmm._recipe import recipe as _named_recipe
 from gmm._tiling import Tiling, as_tiling
 
 # One compiled program per plan and shapes, also when called outside jit.
@@ -22,19 +24,19 @@ _tgmm_quantized = jax.jit(_vjp.tgmm_quantized, static_argnums=0)
 
 
 def gmm(
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: Any,
-    *,
-    backend: str | Backend = "auto",
-    recipe: str | Recipe | None = None,
-    group_offset: Any = None,
-    transpose_rhs: bool = False,
-    partial_sum: jax.Array | None = None,
-    existing_out: jax.Array | None = None,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    tiling: Any = None,
+  lhs: OperandLike,
+  rhs: OperandLike,
+  group_sizes: Any,
+  *,
+  backend: str | Backend = "auto",
+  recipe: str | Recipe | None = None,
+  group_offset: Any = None,
+  transpose_rhs: bool = False,
+  partial_sum: jax.Array | np.ndarray | None = None,
+  existing_out: jax.Array | np.ndarray | None = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  tiling: Any = None,
 ) -> jax.Array:
   """Multiplies each contiguous block of rows of lhs with the weights of its own group (SPEC GMM-1).
 
@@ -76,8 +78,8 @@ def gmm(
   contracting, output = (2, 1) if transpose_rhs else (1, 2)
   if rhs.shape[contracting] != k:
     raise ValueError(
-        f"lhs {tuple(lhs.shape)} has k = {k}, but rhs {tuple(rhs.shape)} contracts dimension {contracting} of size "
-        f"{rhs.shape[contracting]}; they must be equal (transpose_rhs={transpose_rhs})."
+      f"lhs {tuple(lhs.shape)} has k = {k}, but rhs {tuple(rhs.shape)} contracts dimension {contracting} of size "
+      f"{rhs.shape[contracting]}; they must be equal (transpose_rhs={transpose_rhs})."
     )
   g, n = rhs.shape[0], rhs.shape[output]
   sizes = _validate.group_sizes(group_sizes, m)
@@ -89,21 +91,23 @@ def gmm(
   _validate.same_mesh_rule(lhs=lhs, rhs=rhs, partial_sum=partial_sum, existing_out=existing_out)
   out_dtype = _validate.float_dtype(preferred_element_type or lhs.dtype, "preferred_element_type")
   plan = _vjp.Plan(
-      backend=_backend(backend),
-      recipe=rule,
-      transpose_rhs=bool(transpose_rhs),
-      num_groups=g,
-      lhs_dtype=lhs.dtype.name,
-      rhs_dtype=rhs.dtype.name,
-      out_dtype=out_dtype,
-      lhs_is_codes=isinstance(lhs, QArray),
-      rhs_is_codes=isinstance(rhs, QArray),
-      partial_dtype=None if partial_sum is None else partial_sum.dtype.name,
-      precision=_validate.precision(precision),
-      tiling=as_tiling(tiling),
+    backend=_backend(backend),
+    recipe=rule,
+    transpose_rhs=bool(transpose_rhs),
+    num_groups=g,
+    lhs_dtype=lhs.dtype.name,
+    rhs_dtype=rhs.dtype.name,
+    out_dtype=out_dtype,
+    lhs_is_codes=isinstance(lhs, QArray),
+    rhs_is_codes=isinstance(rhs, QArray),
+    partial_dtype=None if partial_sum is None else partial_sum.dtype.name,
+    precision=_validate.precision(precision),
+    tiling=as_tiling(tiling),
   )
   sizes = canonical_sizes(sizes, m)
+  _calibrate.observe(lhs, rhs, sizes, offset)
   lhs, rhs, sizes, offset, partial_sum = vary_alike(lhs, rhs, sizes, offset, partial_sum)
+  _calibrate.observe(lhs, rhs, sizes, offset)
   out = _gmm(plan, lhs, rhs, sizes, offset, partial_sum)
   if existing_out is None:
     return out
@@ -112,17 +116,17 @@ def gmm(
 
 
 def tgmm(
-    lhs: Operand,
-    dout: Operand,
-    group_sizes: Any,
-    *,
-    backend: str | Backend = "auto",
-    recipe: str | Recipe | None = None,
-    num_groups: int | None = None,
-    group_offset: Any = None,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    tiling: Any = None,
+  lhs: OperandLike,
+  dout: OperandLike,
+  group_sizes: Any,
+  *,
+  backend: str | Backend = "auto",
+  recipe: str | Recipe | None = None,
+  num_groups: int | None = None,
+  group_offset: Any = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  tiling: Any = None,
 ) -> jax.Array:
   """Multiplies lhs^T with dout group by group: the gradient of `gmm` for rhs (SPEC TGMM-1).
 
@@ -157,15 +161,15 @@ def tgmm(
   offset = _validate.group_offset(group_offset, g, sizes.shape[0])
   _validate.same_mesh_rule(lhs=lhs, dout=dout)
   plan = _vjp.Plan(
-      backend=_backend(backend),
-      recipe=rule,
-      pass_="drhs",
-      num_groups=g,
-      lhs_dtype=lhs.dtype.name,
-      rhs_dtype=_validate.float_dtype(preferred_element_type or lhs.dtype, "preferred_element_type"),
-      out_dtype=dout.dtype.name,
-      precision=_validate.precision(precision),
-      tiling=Tiling(fwd=as_tiling(tiling).drhs),
+    backend=_backend(backend),
+    recipe=rule,
+    pass_="drhs",
+    num_groups=g,
+    lhs_dtype=lhs.dtype.name,
+    rhs_dtype=_validate.float_dtype(preferred_element_type or lhs.dtype, "preferred_element_type"),
+    out_dtype=dout.dtype.name,
+    precision=_validate.precision(precision),
+    tiling=Tiling(fwd=as_tiling(tiling).drhs),
   )
   sizes = canonical_sizes(sizes, m)
   lhs, dout, sizes, offset = vary_alike(lhs, dout, sizes, offset)
@@ -177,16 +181,16 @@ def tgmm(
 
 
 def ragged_dot(
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    *,
-    backend: str | Backend = "auto",
-    recipe: str | Recipe | None = None,
-    tiling: Any = None,
+  lhs: OperandLike,
+  rhs: OperandLike,
+  group_sizes: Any,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  group_offset: Any = None,
+  *,
+  backend: str | Backend = "auto",
+  recipe: str | Recipe | None = None,
+  tiling: Any = None,
 ) -> jax.Array:
   """`jax.lax.ragged_dot` with this library's semantics: same argument order, same defaults (SPEC GMM-7).
 
@@ -208,15 +212,15 @@ def ragged_dot(
     with jax.numpy_dtype_promotion("standard"):
       preferred_element_type = jnp.result_type(lhs.dtype, rhs.dtype)
   return gmm(
-      lhs,
-      rhs,
-      group_sizes,
-      backend=backend,
-      recipe=recipe,
-      group_offset=group_offset,
-      precision=precision,
-      preferred_element_type=preferred_element_type,
-      tiling=tiling,
+    lhs,
+    rhs,
+    group_sizes,
+    backend=backend,
+    recipe=recipe,
+    group_offset=group_offset,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+    tiling=tiling,
   )
 
 

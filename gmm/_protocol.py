@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from gmm._qarray import Operand
+from gmm._qarray import Operand, QArray
 from gmm._recipe import Quant
 
 Pass = Literal["fwd", "dlhs", "drhs"]
@@ -135,12 +135,12 @@ class Backend:
 
 def operand_spec(x: Operand, quant: Quant | None = None, prescale: jax.Array | None = None) -> OperandSpec:
   """Describes an operand (array or QArray) and what is asked to be done to it."""
-  scale = getattr(x, "scale", None)
+  codes = isinstance(x, QArray)
   return OperandSpec(
-      shape=tuple(x.shape),
-      dtype=(x.qvalue.dtype if scale is not None else x.dtype).name,
-      scale_shape=None if scale is None else tuple(scale.shape),
-      scale_dtype=None if scale is None else scale.dtype.name,
-      quant=quant,
-      prescale_shape=None if prescale is None else tuple(prescale.shape),
+    shape=tuple(x.shape),
+    dtype=x.qvalue.dtype.name if codes else x.dtype.name,
+    scale_shape=tuple(x.scale.shape) if codes else None,
+    scale_dtype=x.scale.dtype.name if codes else None,
+    quant=quant,
+    prescale_shape=None if prescale is None else tuple(prescale.shape),
   )

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Dtypes that are codes: a number in one of these means nothing without its scale.
 CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
@@ -45,6 +46,8 @@ class QArray:
 
 
 Operand = jax.Array | QArray
+# What the public ops take.
+OperandLike = jax.Array | np.ndarray | QArray
 
 
 def is_code_dtype(dtype: Any) -> bool:

@@ -37,14 +37,14 @@ class GivenScale:
 
 
 def quantize(
-    x: jax.Array,
-    quant: Quant | GivenScale,
-    kind: Kind = "rows",
-    *,
-    starts: jax.Array | None = None,
-    ends: jax.Array | None = None,
-    prescale: jax.Array | None = None,
-    scale_axes: tuple[str, ...] = (),
+  x: jax.Array,
+  quant: Quant | GivenScale,
+  kind: Kind = "rows",
+  *,
+  starts: jax.Array | None = None,
+  ends: jax.Array | None = None,
+  prescale: jax.Array | None = None,
+  scale_axes: tuple[str, ...] = (),
 ) -> QArray:
   """Quantizes an operand of a grouped matmul (SPEC QNT-2).
 
@@ -74,21 +74,19 @@ def quantize(
   x = _used_only(x, kind, starts, ends)
   if prescale is not None:
     x = apply_prescale(x, prescale, kind, starts, ends)
-  if given is not None:
-    scale = given
-  else:
-    scale = find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=scale_axes)
-  return QArray(_codes(x, scale, quant), scale)
+  if given is None:
+    given = find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=scale_axes)
+  return QArray(_codes(x, given, quant), given)
 
 
 def find_scale(
-    x: jax.Array,
-    quant: Quant,
-    kind: Kind,
-    *,
-    starts: jax.Array | None = None,
-    ends: jax.Array | None = None,
-    scale_axes: tuple[str, ...] = (),
+  x: jax.Array,
+  quant: Quant,
+  kind: Kind,
+  *,
+  starts: jax.Array | None = None,
+  ends: jax.Array | None = None,
+  scale_axes: tuple[str, ...] = (),
 ) -> jax.Array:
   """The scale `quantize` uses for x, whose unused rows are zero already (SPEC QNT-2 to QNT-7)."""
   dtype = _scale_dtype(x.dtype, quant)
@@ -129,19 +127,20 @@ def scale_tiles(shape: tuple[int, ...], quant: Quant, kind: Kind) -> tuple[int, 
     for axis in (contracting, output):
       if tiles[axis] and shape[axis] % tiles[axis]:
         raise ValueError(
-            f"Blocks of {tiles[axis]} do not divide dimension {axis} of the operand {tuple(shape)}; "
-            f"choose a block size that divides {shape[axis]}."
+          f"Blocks of {tiles[axis]} do not divide dimension {axis} of the operand {tuple(shape)}; "
+          f"choose a block size that divides {shape[axis]}."
         )
   return tuple(tiles)
 
 
 def apply_prescale(
-    x: jax.Array, prescale: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None
+  x: jax.Array, prescale: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None
 ) -> jax.Array:
   """x times a scale, formed in float32 and rounded once to x's dtype; unused rows become 0."""
   wide = _wide(x.dtype)
   if kind == "rows" and prescale.shape[0] != 1:
-    assert starts is not None and ends is not None  # a factor per group needs the groups
+    if starts is None or ends is None:
+      raise ValueError(f"A prescale of shape {prescale.shape} has one row per group: give starts and ends.")
     prescale = prescale[row_groups(starts, ends, x.shape[0])]
   product = (x.astype(wide) * prescale.astype(wide)).astype(x.dtype)
   return _used_only(product, kind, starts, ends)  # a NaN factor must not reach unused rows
@@ -215,7 +214,7 @@ def _across_groups(absmax: jax.Array, starts: jax.Array | None, ends: jax.Array 
 
 
 def _shared_absmax(
-    x: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None, axes: tuple[str, ...]
+  x: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None, axes: tuple[str, ...]
 ) -> jax.Array:
   """max |x| of all that is used, shape (1, ..., 1)."""
   absmax = _absmax(x, (1, *x.shape[1:])) if x.shape[0] else jnp.zeros((0,) + (1,) * (x.ndim - 1), x.dtype)

@@ -94,8 +94,8 @@ def _check_granularity(granularity: Any) -> None:
   is_blocks = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
   if isinstance(granularity, str) or not is_blocks or len(sizes) > 2:
     raise ValueError(
-        f"granularity must be 'tensor', 'channel', 'channel_per_group', a positive block size along "
-        f"the contracting dimension, or a pair of block sizes for rhs; got {granularity!r}."
+      f"granularity must be 'tensor', 'channel', 'channel_per_group', a positive block size along "
+      f"the contracting dimension, or a pair of block sizes for rhs; got {granularity!r}."
     )
 
 
@@ -103,7 +103,7 @@ def _parse_calibration(text: str) -> tuple[str, float]:
   """("fixed", R) or ("absmax", F)."""
   method, *rest = str(text).lower().replace(" ", "").split(",")
   way_out = (
-      f"calibration must be 'absmax', 'absmax,F' with F > 0, or a symmetric 'fixed,-R,R' with R > 0; got {text!r}."
+    f"calibration must be 'absmax', 'absmax,F' with F > 0, or a symmetric 'fixed,-R,R' with R > 0; got {text!r}."
   )
   try:
     values = [float(r) for r in rest]
@@ -153,8 +153,8 @@ class Recipe:
       raise ValueError(f"scale_scope must be 'local' or 'global', got {self.scale_scope!r}.")
     if (self.scale_scope == "global") != bool(self.scale_axes):
       raise ValueError(
-          f"scale_scope='global' needs the mesh axes to take the maximum over in scale_axes, and 'local' none; "
-          f"got scale_scope={self.scale_scope!r}, scale_axes={self.scale_axes!r}."
+        f"scale_scope='global' needs the mesh axes to take the maximum over in scale_axes, and 'local' none; "
+        f"got scale_scope={self.scale_scope!r}, scale_axes={self.scale_axes!r}."
       )
     for field in ("lhs", "dout"):
       quant = getattr(self, field)
@@ -169,6 +169,19 @@ class Recipe:
   def is_quantized(self) -> bool:
     return any(q is not None for q in (self.lhs, self.rhs, self.dout))
 
+  @staticmethod
+  def from_qwix(rule: Any, *, tiny_scale: TinyScale = "clamp") -> Recipe:
+    """Returns the recipe that a qwix rule describes, or raises on a field not honoured (SPEC QNT-11)."""
+    from gmm import _qwix  # loads qwix
+
+    return _qwix.from_qwix(rule, tiny_scale=tiny_scale)
+
+  def to_qwix(self, **keys: Any) -> Any:
+    """Returns the `qwix.QtRule` that describes the recipe; keys are its module_path and op_names (SPEC QNT-11)."""
+    from gmm import _qwix  # loads qwix
+
+    return _qwix.to_qwix(self, **keys)
+
   def replace_quants(self, **changes: Any) -> Recipe:
     """Returns the recipe with `changes` applied to each of its `Quant`s (for example tiny_scale="qwix")."""
     quants = {f: getattr(self, f) for f in ("lhs", "rhs", "dout")}
@@ -182,12 +195,12 @@ def _named() -> dict[str, Recipe]:
   tensor = Quant(qtype="float8_e4m3fn", granularity="tensor")
   int8 = Quant(qtype="int8")
   return {
-      "bf16": Recipe(),
-      "fp8_dynamic": Recipe(lhs=e4m3, rhs=e4m3, dout=e5m2),
-      "fp8_static": Recipe(lhs=fixed, rhs=fixed, dout=e5m2),
-      "fp8_calibrated": Recipe(lhs=tensor, rhs=tensor, dout=e5m2),
-      "int8_dynamic": Recipe(lhs=int8, rhs=int8),
-      "int8_weight_only": Recipe(rhs=int8),
+    "bf16": Recipe(),
+    "fp8_dynamic": Recipe(lhs=e4m3, rhs=e4m3, dout=e5m2),
+    "fp8_static": Recipe(lhs=fixed, rhs=fixed, dout=e5m2),
+    "fp8_calibrated": Recipe(lhs=tensor, rhs=tensor, dout=e5m2),
+    "int8_dynamic": Recipe(lhs=int8, rhs=int8),
+    "int8_weight_only": Recipe(rhs=int8),
   }
 
 

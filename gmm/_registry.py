@@ -13,9 +13,9 @@ ENTRY_POINT_GROUP = "gmm.backends"
 # What "auto" considers on each platform, so that it loads no module it does not need; a
 # backend registered in this process takes part through its `auto_rank`.
 AUTO_NAMES = {
-    "cpu": ("reference",),
-    "gpu": ("xla", "reference"),
-    "tpu": ("tokamax_v1", "megablox", "reference"),
+  "cpu": ("reference",),
+  "gpu": ("xla", "reference"),
+  "tpu": ("tokamax_v1", "megablox", "reference"),
 }
 
 # Backends registered by hand in this process, newest last. The only mutable state of the
@@ -139,5 +139,5 @@ def auto_backends(platform: str) -> tuple[list[Backend], dict[str, str]]:
       found.append(get_backend(name))
     except (ImportError, ValueError) as error:
       missing[name] = str(error)
-  ranked = [(dict(b.auto_rank).get(platform), b) for b in found]
-  return [b for rank, b in sorted((r for r in ranked if r[0] is not None), key=lambda r: r[0])], missing
+  ranked = {i: dict(b.auto_rank)[platform] for i, b in enumerate(found) if platform in dict(b.auto_rank)}
+  return [found[i] for i in sorted(ranked, key=lambda i: ranked[i])], missing

@@ -8,8 +8,8 @@ from typing import Any
 from gmm._protocol import Tile
 
 _FORM = (
-    "tiling is None, three positive ints (tile_m, tile_k, tile_n) for every pass, nine (fwd, then dlhs, then drhs), "
-    "or gmm.Tiling(fwd=…, dlhs=…, drhs=…)"
+  "tiling is None, three positive ints (tile_m, tile_k, tile_n) for every pass, nine (fwd, then dlhs, then drhs), "
+  "or gmm.Tiling(fwd=…, dlhs=…, drhs=…)"
 )
 
 

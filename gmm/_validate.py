@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,8 +27,8 @@ def operand(x: Any, name: str, ndim: int) -> Operand:
   x = _array(x, name)
   if is_code_dtype(x.dtype):
     raise ValueError(
-        f"{name} has dtype {x.dtype}: codes without their scale. Pass gmm.QArray(qvalue, scale), or a float array "
-        f"and a recipe that quantizes it."
+      f"{name} has dtype {x.dtype}: codes without their scale. Pass gmm.QArray(qvalue, scale), or a float array "
+      f"and a recipe that quantizes it."
     )
   if x.dtype.name not in _FLOATS:
     raise TypeError(f"{name} has dtype {x.dtype}; needed: {', '.join(_FLOATS)}, or a gmm.QArray.")
@@ -37,11 +38,11 @@ def operand(x: Any, name: str, ndim: int) -> Operand:
 
 
 _LAYOUT = {
-    "lhs": "[m, k]",
-    "rhs": "[g, k, n] ([g, n, k] with transpose_rhs=True)",
-    "dout": "[m, n]",
-    "partial_sum": "[m, n]",
-    "existing_out": "[m, n]",
+  "lhs": "[m, k]",
+  "rhs": "[g, k, n] ([g, n, k] with transpose_rhs=True)",
+  "dout": "[m, n]",
+  "partial_sum": "[m, n]",
+  "existing_out": "[m, n]",
 }
 
 
@@ -65,12 +66,12 @@ def _qarray(x: Any, name: str, ndim: int) -> QArray:
   if qvalue.ndim != ndim:
     raise ValueError(f"{name}.qvalue has shape {qvalue.shape}; it needs {ndim} dimensions, {_LAYOUT[name]}.")
   fits = scale.ndim == ndim and all(
-      s == 1 or (s > 0 and q % s == 0) for q, s in zip(qvalue.shape, scale.shape, strict=True)
+    s == 1 or (s > 0 and q % s == 0) for q, s in zip(qvalue.shape, scale.shape, strict=True)
   )
   if not fits:
     raise ValueError(
-        f"{name}.scale has shape {scale.shape}; for codes of shape {qvalue.shape} it needs {ndim} dimensions, each 1 "
-        f"or a divisor of the one in the codes (blocks)."
+      f"{name}.scale has shape {scale.shape}; for codes of shape {qvalue.shape} it needs {ndim} dimensions, each 1 "
+      f"or a divisor of the one in the codes (blocks)."
     )
   return QArray(qvalue, scale)
 
@@ -92,8 +93,8 @@ def group_sizes(sizes: Any, m: int) -> jax.Array:
       raise ValueError(f"group_sizes[{at}] is {values[at]}; sizes must be >= 0.")
     if values.sum() > m:
       raise ValueError(
-          f"group_sizes sum to {values.sum()}, but lhs has only m = {m} rows; the sum must be at most m "
-          f"(rows past it belong to no group)."
+        f"group_sizes sum to {values.sum()}, but lhs has only m = {m} rows; the sum must be at most m "
+        f"(rows past it belong to no group)."
       )
     if isinstance(sizes, np.ndarray):
       sizes = values.astype(np.int32)  # at most m, so it fits
@@ -105,8 +106,8 @@ def group_offset(offset: Any, num_groups: int, num_global: int) -> jax.Array | N
   if offset is None:
     if num_groups != num_global:
       raise ValueError(
-          f"rhs holds {num_groups} groups but group_sizes has {num_global}. Give one size per group, or group_offset, "
-          f"the index of the first local group, when rhs is a shard."
+        f"rhs holds {num_groups} groups but group_sizes has {num_global}. Give one size per group, or group_offset, "
+        f"the index of the first local group, when rhs is a shard."
       )
     return None
   if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
@@ -124,11 +125,11 @@ def group_offset(offset: Any, num_groups: int, num_global: int) -> jax.Array | N
     value = int(array)
     if not 0 <= value <= num_global - num_groups:
       raise ValueError(
-          f"group_offset is {value}; with {num_groups} local groups out of {num_global} it must be in "
-          f"[0, {num_global - num_groups}]."
+        f"group_offset is {value}; with {num_groups} local groups out of {num_global} it must be in "
+        f"[0, {num_global - num_groups}]."
       )
     return jnp.asarray(value, jnp.int32)
-  return array.astype(jnp.int32)
+  return jnp.asarray(array, jnp.int32)
 
 
 def float_dtype(dtype: Any, name: str) -> str:
@@ -156,9 +157,9 @@ def same_mesh_rule(**operands: Any) -> None:
       spec = getattr(sharding, "spec", None)
       if spec is not None and any(axis is not None for axis in spec):
         raise ValueError(
-            f"{name} is sharded as {spec} over an Explicit mesh axis, and how groups are split is yours to say. "
-            f"Wrap the call: jax.shard_map(lambda lhs, rhs, group_sizes: gmm.gmm(lhs, rhs, group_sizes, ...), "
-            f"in_specs=..., out_specs=...), with group_sizes and group_offset of each shard."
+          f"{name} is sharded as {spec} over an Explicit mesh axis, and how groups are split is yours to say. "
+          f"Wrap the call: jax.shard_map(lambda lhs, rhs, group_sizes: gmm.gmm(lhs, rhs, group_sizes, ...), "
+          f"in_specs=..., out_specs=...), with group_sizes and group_offset of each shard."
         )
 
 
@@ -179,12 +180,12 @@ def scales_fit_gmm(lhs: Operand, rhs: Operand, transpose_rhs: bool) -> None:
   """Checks which axes of each operand of gmm may have a scale of their own (SPEC QNT-3)."""
   if isinstance(lhs, QArray) and lhs.scale.shape[0] not in (1, lhs.shape[0]):
     raise ValueError(
-        f"lhs.scale has shape {lhs.scale.shape}; its first dimension must be 1 (shared) or m = {lhs.shape[0]}."
+      f"lhs.scale has shape {lhs.scale.shape}; its first dimension must be 1 (shared) or m = {lhs.shape[0]}."
     )
   if isinstance(rhs, QArray) and rhs.scale.shape[0] not in (1, rhs.shape[0]):
     raise ValueError(
-        f"rhs.scale has shape {rhs.scale.shape}; its first dimension must be 1 (shared over groups) or "
-        f"g = {rhs.shape[0]}. A scale per output column is {'[1 or g, n, 1]' if transpose_rhs else '[1 or g, 1, n]'}."
+      f"rhs.scale has shape {rhs.scale.shape}; its first dimension must be 1 (shared over groups) or "
+      f"g = {rhs.shape[0]}. A scale per output column is {'[1 or g, n, 1]' if transpose_rhs else '[1 or g, 1, n]'}."
     )
 
 
@@ -193,8 +194,8 @@ def scales_fit_tgmm(lhs: Operand, dout: Operand) -> None:
   for name, x in (("lhs", lhs), ("dout", dout)):
     if isinstance(x, QArray) and (x.scale.shape[0] != 1 or x.scale.shape[1] not in (1, x.shape[1])):
       raise ValueError(
-          f"{name}.scale has shape {x.scale.shape}; tgmm contracts over rows, so it needs (1, 1) or (1, {x.shape[1]}). "
-          f"Multiply a scale per row into the other operand."
+        f"{name}.scale has shape {x.scale.shape}; tgmm contracts over rows, so it needs (1, 1) or (1, {x.shape[1]}). "
+        f"Multiply a scale per row into the other operand."
       )
 
 

@@ -51,18 +51,18 @@ class Plan:
   rhs_is_codes: bool = False
   partial_dtype: str | None = None
   precision: Any = None
-  tiling: Tiling = Tiling()
+  tiling: Tiling = dataclasses.field(default_factory=Tiling)
 
   def call(self, pass_: Pass, out_dtype: str, transpose_rhs: bool = False) -> Call:
     # Of the op's own pass the tile stands in `fwd`, of its gradients in their own field.
     tile = self.tiling.fwd if pass_ == self.pass_ else getattr(self.tiling, pass_)
     return Call(
-        backend=self.backend,
-        pass_=pass_,
-        out_dtype=out_dtype,
-        precision=self.precision,
-        tile=tile,
-        transpose_rhs=transpose_rhs,
+      backend=self.backend,
+      pass_=pass_,
+      out_dtype=out_dtype,
+      precision=self.precision,
+      tile=tile,
+      transpose_rhs=transpose_rhs,
     )
 
 
@@ -71,12 +71,12 @@ class Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gmm(
-    plan: Plan,
-    lhs: Operand,
-    rhs: Operand,
-    sizes: jax.Array,
-    offset: jax.Array | None,
-    partial_sum: jax.Array | None,
+  plan: Plan,
+  lhs: Operand,
+  rhs: Operand,
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  partial_sum: jax.Array | None,
 ) -> jax.Array:
   """out[i] = lhs[i] @ rhs[group of i] (+ partial_sum), [m, n]; undifferentiated."""
   quant = plan.recipe.lhs
@@ -125,35 +125,35 @@ def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: j
   """dout against the weights' other axis, [m, k] (SPEC VJP-2)."""
   if not plan.recipe.is_quantized and not isinstance(rhs, QArray):
     other = dataclasses.replace(
-        plan,
-        pass_="dlhs",
-        transpose_rhs=not plan.transpose_rhs,
-        lhs_dtype=plan.out_dtype,
-        out_dtype=plan.lhs_dtype,
-        partial_dtype=None,
-        tiling=Tiling(fwd=plan.tiling.dlhs),
+      plan,
+      pass_="dlhs",
+      transpose_rhs=not plan.transpose_rhs,
+      lhs_dtype=plan.out_dtype,
+      out_dtype=plan.lhs_dtype,
+      partial_dtype=None,
+      tiling=Tiling(fwd=plan.tiling.dlhs),
     )
     return gmm(other, dout, rhs, sizes, offset, None)
   codes, prescale = rhs, None
   if isinstance(rhs, QArray):
     # The forward scale of each output column now stands on the contracting axis: it moves into dout.
     codes, prescale = rhs.qvalue, _output_scale(rhs, plan.transpose_rhs)
-  dout, todo = _dout_todo(plan, dout, prescale, "rows", sizes, offset)
+  operand, todo = _dout_todo(plan, dout, prescale, "rows", sizes, offset)
   call = plan.call("dlhs", plan.lhs_dtype, not plan.transpose_rhs)
-  return call_gmm(call, dout, codes, sizes, offset, lhs_todo=todo)
+  return call_gmm(call, operand, codes, sizes, offset, lhs_todo=todo)
 
 
 def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """lhs^T @ dout per group, [g, k, n] (SPEC VJP-2)."""
   if not plan.recipe.is_quantized and not isinstance(lhs, QArray):
     other = dataclasses.replace(
-        plan,
-        pass_="drhs",
-        transpose_rhs=False,
-        rhs_dtype=plan.out_dtype,
-        out_dtype=plan.rhs_dtype,
-        partial_dtype=None,
-        tiling=Tiling(fwd=plan.tiling.drhs),
+      plan,
+      pass_="drhs",
+      transpose_rhs=False,
+      rhs_dtype=plan.out_dtype,
+      out_dtype=plan.rhs_dtype,
+      partial_dtype=None,
+      tiling=Tiling(fwd=plan.tiling.drhs),
     )
     return tgmm(other, lhs, dout, sizes, offset)
   codes, prescale = lhs, None
@@ -162,9 +162,9 @@ def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: j
     if lhs.scale.shape[1] != 1:
       raise Unsupported(_no_block_gradient("lhs", lhs))
     codes, prescale = lhs.qvalue, lhs.scale.astype(jnp.float32)
-  dout, todo = _dout_todo(plan, dout, prescale, "cols", sizes, offset)
+  operand, todo = _dout_todo(plan, dout, prescale, "cols", sizes, offset)
   call = plan.call("drhs", plan.rhs_dtype)
-  return call_tgmm(call, codes, dout, sizes, offset, num_groups=plan.num_groups, dout_todo=todo)
+  return call_tgmm(call, codes, operand, sizes, offset, num_groups=plan.num_groups, dout_todo=todo)
 
 
 # ---- tgmm ------------------------------------------------------------------------------
@@ -185,16 +185,16 @@ def _tgmm_bwd(plan, residuals, ct):
   lhs, dout, sizes, offset = residuals
   # The op is bilinear: each cotangent is a gmm of the other operand with ct as the weights.
   to_lhs = dataclasses.replace(
-      plan,
-      pass_="dlhs",
-      transpose_rhs=True,
-      lhs_dtype=plan.rhs_dtype,
-      rhs_dtype=plan.out_dtype,
-      out_dtype=plan.lhs_dtype,
-      tiling=Tiling(),
+    plan,
+    pass_="dlhs",
+    transpose_rhs=True,
+    lhs_dtype=plan.rhs_dtype,
+    rhs_dtype=plan.out_dtype,
+    out_dtype=plan.lhs_dtype,
+    tiling=Tiling(),
   )
   to_dout = dataclasses.replace(
-      plan, pass_="fwd", lhs_dtype=plan.lhs_dtype, rhs_dtype=plan.out_dtype, out_dtype=plan.rhs_dtype, tiling=Tiling()
+    plan, pass_="fwd", lhs_dtype=plan.lhs_dtype, rhs_dtype=plan.out_dtype, out_dtype=plan.rhs_dtype, tiling=Tiling()
   )
   dlhs = None if isinstance(lhs, QArray) else gmm(to_lhs, _plain(dout), ct, sizes, offset, None)
   ddout = None if isinstance(dout, QArray) else gmm(to_dout, _plain(lhs), ct, sizes, offset, None)
@@ -286,14 +286,14 @@ def _plain(x: Operand) -> jax.Array:
 
 def _no_block_gradient(name: str, x: QArray) -> str:
   return (
-      f"The gradient with a scale that varies along the contracting axis of {name} (scale {x.scale.shape} of codes "
-      f"{x.shape}) is not defined yet. Use granularity 'tensor', 'channel' or 'channel_per_group'."
+    f"The gradient with a scale that varies along the contracting axis of {name} (scale {x.scale.shape} of codes "
+    f"{x.shape}) is not defined yet. Use granularity 'tensor', 'channel' or 'channel_per_group'."
   )
 
 
 _SECOND_ORDER = (
-    "Second-order and forward-mode derivatives of a quantized grouped matmul (recipe {name!r}) are not defined: "
-    "rounding has no derivative beyond straight-through. Differentiate once, or use recipe='bf16'."
+  "Second-order and forward-mode derivatives of a quantized grouped matmul (recipe {name!r}) are not defined: "
+  "rounding has no derivative beyond straight-through. Differentiate once, or use recipe='bf16'."
 )
 
 
