@@ -5,7 +5,7 @@ its own group; `recipe="fp8_dynamic"` quantizes it, `backend="megablox"` runs it
 SPEC.md says what every result must be; `gmm check` holds a backend to it.
 """
 
-# from gmm._calibrate import calibrate as calibrate
+from gmm._calibrate import calibrate as calibrate
 from gmm._groups import group_sizes_from_ids as group_sizes_from_ids
 from gmm._op import gmm as gmm
 from gmm._op import ragged_dot as ragged_dot

@@ -107,7 +107,6 @@ def gmm(
   sizes = canonical_sizes(sizes, m)
   _calibrate.observe(lhs, rhs, sizes, offset)
   lhs, rhs, sizes, offset, partial_sum = vary_alike(lhs, rhs, sizes, offset, partial_sum)
-  _calibrate.observe(lhs, rhs, sizes, offset)
   out = _gmm(plan, lhs, rhs, sizes, offset, partial_sum)
   if existing_out is None:
     return out
