@@ -10,6 +10,7 @@ from gmm._groups import group_sizes_from_ids as group_sizes_from_ids
 from gmm._op import gmm as gmm
 from gmm._op import ragged_dot as ragged_dot
 from gmm._op import tgmm as tgmm
+from gmm._op import which_backend as which_backend
 from gmm._protocol import Backend as Backend
 from gmm._protocol import OperandSpec as OperandSpec
 from gmm._protocol import Problem as Problem

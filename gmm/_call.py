@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -17,11 +17,34 @@ from gmm._quantize import Kind, apply_prescale, quantize
 from gmm._recipe import Quant
 
 
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+  """The backends that may do a call, best first.
+
+  Attributes:
+    backends: one when it was named, several under "auto".
+    missing: (name, reason) of those that "auto" would try but cannot load.
+    named: whether the caller named the one: then it does the work or raises.
+  """
+
+  backends: tuple[Backend, ...]
+  missing: tuple[tuple[str, str], ...] = ()
+  named: bool = True
+
+
+def candidates(wanted: str | Backend) -> Candidates:
+  """What the `backend` argument of an op allows (SPEC REG-2, REG-4)."""
+  if isinstance(wanted, str) and wanted == "auto":
+    found, missing = _registry.auto_backends(jax.default_backend())
+    return Candidates(tuple(found), tuple(missing.items()), named=False)
+  return Candidates((_registry.get_backend(wanted),))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
   """The static part of one backend call: what is the same for every array of these shapes."""
 
-  backend: Backend | Literal["auto"]
+  candidates: Candidates
   pass_: Pass
   out_dtype: str
   precision: Any = None
@@ -58,7 +81,7 @@ def call_gmm(
   def problem(lhs_spec: OperandSpec) -> Problem:
     return _problem(call, lhs_spec, operand_spec(rhs), (m, k, n, g), sizes, offset, partial_sum=partial_sum is not None)
 
-  backend, fuse = _choose(call.backend, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
+  backend, fuse = _choose(call.candidates, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
   if not fuse:
     lhs, lhs_todo = _do(lhs, lhs_todo, "rows", sizes, offset, g), Todo()
   return _outside_interception(backend.gmm)(
@@ -92,7 +115,7 @@ def call_tgmm(
   def problem(dout_spec: OperandSpec) -> Problem:
     return _problem(call, operand_spec(lhs), dout_spec, dims, sizes, offset)
 
-  backend, fuse = _choose(call.backend, problem, operand_spec(dout, dout_todo.quant, dout_todo.prescale), "cols")
+  backend, fuse = _choose(call.candidates, problem, operand_spec(dout, dout_todo.quant, dout_todo.prescale), "cols")
   if not fuse:
     dout, dout_todo = _do(dout, dout_todo, "cols", sizes, offset, num_groups), Todo()
   return _outside_interception(backend.tgmm)(
@@ -140,13 +163,11 @@ def _problem(
 
 
 def _choose(
-  wanted: Backend | Literal["auto"], problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
+  allowed: Candidates, problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
 ) -> tuple[Backend, bool]:
   """Returns the backend, and whether it also does what `spec` asks before multiplying."""
   refusals = []
-  platform = jax.default_backend()
-  candidates, missing = _registry.auto_backends(platform) if wanted == "auto" else ([wanted], {})
-  for backend in candidates:
+  for backend in allowed.backends:
     reason = backend.supports(problem(spec))
     if reason is None:
       return backend, True
@@ -155,16 +176,13 @@ def _choose(
       if reason is None:
         return backend, False
     refusals.append((backend.name, reason))
-  refusals += list(missing.items())
   asked = problem(spec)
-  what = f"{asked.pass_} of m={asked.m} k={asked.k} n={asked.n} groups={asked.num_groups} on {platform}"
-  if wanted == "auto":
-    listed = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "none is registered"
-    raise Unsupported(f"No backend can do {what}. {listed}")
-  raise Unsupported(
-    f"Backend {refusals[0][0]!r} cannot do {what}: {refusals[0][1]} (A named backend never falls back; "
-    f"backend='auto' or 'reference' would.)"
-  )
+  what = f"{asked.pass_} of m={asked.m} k={asked.k} n={asked.n} groups={asked.num_groups} on {asked.platform}"
+  if allowed.named:
+    name, reason = refusals[0]
+    raise Unsupported(f"Backend {name!r} cannot do {what}: {reason} (A named backend never falls back.)")
+  listed = "; ".join(f"{name}: {reason}" for name, reason in (*refusals, *allowed.missing)) or "none is registered"
+  raise Unsupported(f"No backend can do {what}. {listed}")
 
 
 def _done(spec: OperandSpec, kind: Kind) -> OperandSpec:

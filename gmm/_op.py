@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gmm import _calibrate, _registry, _validate, _vjp
+from gmm import _calibrate, _validate, _vjp
+from gmm._call import candidates
 from gmm._groups import canonical_sizes, covered_rows, local_ranges
 from gmm._manual_axes import vary_alike
-from gmm._protocol import Backend
-from gmm._qarray import OperandLike, QArray
+from gmm._protocol import Backend, Pass, Problem
+from gmm._qarray import Operand, OperandLike, QArray
 from gmm._recipe import Recipe
 from gmm._recipe import recipe as _named_recipe
 from gmm._tiling import Tiling, as_tiling
@@ -70,6 +72,80 @@ def gmm(
     ValueError, TypeError: an argument does not fit, before anything is compiled (SPEC REG-6).
     Unsupported: the backend cannot; the message names the condition and the way out.
   """
+  plan, operands, existing_out = _prepare(
+    lhs,
+    rhs,
+    group_sizes,
+    backend=backend,
+    recipe=recipe,
+    group_offset=group_offset,
+    transpose_rhs=transpose_rhs,
+    partial_sum=partial_sum,
+    existing_out=existing_out,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+    tiling=tiling,
+  )
+  x, weights, sizes, offset, _ = operands
+  _calibrate.observe(x, weights, sizes, offset)
+  out = _gmm(plan, *operands)
+  if existing_out is None:
+    return out
+  covered = covered_rows(*local_ranges(sizes, offset, plan.num_groups), out.shape[0])
+  return jnp.where(covered[:, None], out, existing_out.astype(out.dtype))
+
+
+def which_backend(lhs: OperandLike, rhs: OperandLike, group_sizes: Any, **arguments: Any) -> dict[Pass, str]:
+  """Tells which backend `gmm` takes for each pass, without computing anything (SPEC REG-4).
+
+  Args:
+    lhs, rhs, group_sizes, **arguments: as in `gmm`.
+
+  Returns:
+    {"fwd": name, "dlhs": name, "drhs": name}; a pass that has no gradient is absent.
+
+  Raises:
+    ValueError, TypeError, Unsupported: as `gmm` and its gradient would.
+  """
+  plan, (lhs, rhs, sizes, offset, partial_sum), _ = _prepare(lhs, rhs, group_sizes, **arguments)
+  chosen: dict[Pass, str] = {}
+
+  def noting(backend: Backend) -> Backend:
+    def supports(problem: Problem) -> str | None:
+      reason = backend.supports(problem)
+      if reason is None:
+        chosen[problem.pass_] = backend.name
+      return reason
+
+    return dataclasses.replace(backend, supports=supports)
+
+  noted = dataclasses.replace(plan.candidates, backends=tuple(noting(b) for b in plan.candidates.backends))
+  plan = dataclasses.replace(plan, candidates=noted)
+
+  def both_ways(lhs: Operand, rhs: Operand) -> Any:
+    out, pullback = jax.vjp(lambda a, b: _vjp.gmm(plan, a, b, sizes, offset, partial_sum), lhs, rhs)
+    return pullback(out)
+
+  jax.eval_shape(both_ways, lhs, rhs)
+  return chosen
+
+
+def _prepare(
+  lhs: Any,
+  rhs: Any,
+  group_sizes: Any,
+  *,
+  backend: str | Backend = "auto",
+  recipe: str | Recipe | None = None,
+  group_offset: Any = None,
+  transpose_rhs: bool = False,
+  partial_sum: Any = None,
+  existing_out: Any = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  tiling: Any = None,
+) -> tuple[_vjp.Plan, tuple[Any, ...], jax.Array | None]:
+  """Checks the arguments of `gmm`; returns the plan, (lhs, rhs, sizes, offset, partial_sum), existing_out."""
   rule = _recipe(recipe)
   lhs = _validate.operand(lhs, "lhs", 2)
   rhs = _validate.operand(rhs, "rhs", 3)
@@ -89,9 +165,9 @@ def gmm(
   partial_sum = _validate.result_like(partial_sum, "partial_sum", (m, n))
   existing_out = _validate.result_like(existing_out, "existing_out", (m, n))
   _validate.same_mesh_rule(lhs=lhs, rhs=rhs, partial_sum=partial_sum, existing_out=existing_out)
-  out_dtype = _validate.float_dtype(preferred_element_type or lhs.dtype, "preferred_element_type")
+  out_dtype = _validate.float_dtype(preferred_element_type, "preferred_element_type", lhs.dtype)
   plan = _vjp.Plan(
-    backend=_backend(backend),
+    candidates=candidates(backend),
     recipe=rule,
     transpose_rhs=bool(transpose_rhs),
     num_groups=g,
@@ -104,14 +180,8 @@ def gmm(
     precision=_validate.precision(precision),
     tiling=as_tiling(tiling),
   )
-  sizes = canonical_sizes(sizes, m)
-  _calibrate.observe(lhs, rhs, sizes, offset)
-  lhs, rhs, sizes, offset, partial_sum = vary_alike(lhs, rhs, sizes, offset, partial_sum)
-  out = _gmm(plan, lhs, rhs, sizes, offset, partial_sum)
-  if existing_out is None:
-    return out
-  covered = covered_rows(*local_ranges(sizes, offset, g), m)
-  return jnp.where(covered[:, None], out, existing_out.astype(out_dtype))
+  operands = vary_alike(lhs, rhs, canonical_sizes(sizes, m), offset, partial_sum)
+  return plan, operands, existing_out
 
 
 def tgmm(
@@ -160,12 +230,12 @@ def tgmm(
   offset = _validate.group_offset(group_offset, g, sizes.shape[0])
   _validate.same_mesh_rule(lhs=lhs, dout=dout)
   plan = _vjp.Plan(
-    backend=_backend(backend),
+    candidates=candidates(backend),
     recipe=rule,
     pass_="drhs",
     num_groups=g,
     lhs_dtype=lhs.dtype.name,
-    rhs_dtype=_validate.float_dtype(preferred_element_type or lhs.dtype, "preferred_element_type"),
+    rhs_dtype=_validate.float_dtype(preferred_element_type, "preferred_element_type", lhs.dtype),
     out_dtype=dout.dtype.name,
     precision=_validate.precision(precision),
     tiling=Tiling(fwd=as_tiling(tiling).drhs),
@@ -229,7 +299,3 @@ def _recipe(wanted: str | Recipe | None) -> Recipe:
 
     return _qwix.rule_in_force("gmm")
   return _named_recipe(wanted)
-
-
-def _backend(wanted: str | Backend) -> Any:
-  return "auto" if isinstance(wanted, str) and wanted == "auto" else _registry.get_backend(wanted)

@@ -132,8 +132,10 @@ def group_offset(offset: Any, num_groups: int, num_global: int) -> jax.Array | N
   return jnp.asarray(array, jnp.int32)
 
 
-def float_dtype(dtype: Any, name: str) -> str:
-  """Returns the name of a float dtype of at least two bytes."""
+def float_dtype(dtype: Any, name: str, default: Any) -> str:
+  """Returns the name of a float dtype of at least two bytes; None means the default."""
+  if dtype is None:
+    dtype = default
   try:
     found = jnp.dtype(dtype)
   except TypeError:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gmm._call import Call, Todo, call_gmm, call_tgmm
+from gmm._call import Call, Candidates, Todo, call_gmm, call_tgmm
 from gmm._groups import local_ranges
-from gmm._protocol import Backend, Pass, Unsupported
+from gmm._protocol import Pass, Unsupported
 from gmm._qarray import Operand, QArray
 from gmm._quantize import in_range, quantize
 from gmm._recipe import Quant, Recipe
@@ -28,7 +28,7 @@ class Plan:
   """What is static in one call of an op.
 
   Attributes:
-    backend: the backend, or "auto" to choose for each pass by itself.
+    candidates: the backends to choose from, for each pass by itself.
     recipe: which operands are quantized.
     pass_: which pass the primal call is; second order reaches the other ones.
     transpose_rhs: rhs is stored [g, n, k].
@@ -39,7 +39,7 @@ class Plan:
     precision, tiling: as given to the op.
   """
 
-  backend: Backend | Literal["auto"]
+  candidates: Candidates
   recipe: Recipe
   pass_: Pass = "fwd"
   transpose_rhs: bool = False
@@ -57,7 +57,7 @@ class Plan:
     # Of the op's own pass the tile stands in `fwd`, of its gradients in their own field.
     tile = self.tiling.fwd if pass_ == self.pass_ else getattr(self.tiling, pass_)
     return Call(
-      backend=self.backend,
+      candidates=self.candidates,
       pass_=pass_,
       out_dtype=out_dtype,
       precision=self.precision,
