@@ -83,6 +83,8 @@ def group_sizes_from_ids(expert_ids: jax.Array, num_groups: int) -> jax.Array:
     int32 [num_groups].
   """
   ids = expert_ids.reshape(-1)
+  if ids.dtype.itemsize < 4:
+    ids = ids.astype(jnp.int32)  # so that num_groups itself fits
   valid = (ids >= 0) & (ids < num_groups)
   ids = jnp.where(valid, ids, num_groups).astype(jnp.int32)
   return jnp.zeros((num_groups + 1,), jnp.int32).at[ids].add(1)[:num_groups]
