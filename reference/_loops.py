@@ -1,0 +1,183 @@
+"""Grouped matmuls over row ranges: one weight slice per group, row windows of falling size.
+
+The cost is O(m·k·n + g·k·n) whatever the skew of the group sizes: a group of r rows takes
+r // 256 full windows and one more, of the smallest size that covers what is left, so fewer
+than twice its rows (or the smallest window) are multiplied. Empty groups cost one comparison.
+
+`lhs`, `rhs` and `dout` may be any pytrees of arrays: leaves of lhs and dout share their
+first axis (m rows), leaves of rhs theirs (g groups). So codes travel with their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Rows of a window, falling. Full windows are as large as pays off; the tail of a group
+# takes one window at most twice its rows, down to the smallest.
+_GMM_WINDOWS = (256, 128, 64, 32, 16)
+_TGMM_WINDOWS = (512, 256, 128, 64, 32, 16)
+
+
+def gmm_ranges(
+  lhs: Any,
+  rhs: Any,
+  starts: jax.Array,
+  ends: jax.Array,
+  *,
+  multiply: Callable[[Any, Any], jax.Array],
+  prepare: Callable[[Any], Any] = lambda w: w,
+  n: int,
+  acc_dtype: Any,
+) -> jax.Array:
+  """Multiplies the rows of each range with the weights of its group (SPEC GMM-1 to GMM-4).
+
+  Args:
+    lhs: pytree of arrays [m, ...].
+    rhs: pytree of arrays [g, ...].
+    starts, ends: int32 [g], row range of each group, inside [0, m], ranges in order and
+      disjoint.
+    multiply: (rows of lhs [t, ...], one prepared slice of rhs) -> [t, n] in acc_dtype.
+    prepare: done once to each slice of rhs [...] before its windows.
+    n: columns of the result.
+    acc_dtype: dtype of the result.
+
+  Returns:
+    [m, n]; rows in no range are exactly zero, and no other row or slice reaches a row.
+  """
+  m, g = _length(lhs), _length(rhs)
+  axes = _varying_axes(lhs, rhs, starts, ends)
+  out = _varying(jnp.zeros((m, n), acc_dtype), axes)
+  if 0 in (m, n, g):
+    return out
+
+  def window(out: jax.Array, weights: Any, size: int, at: jax.Array, end: jax.Array, is_full: bool) -> jax.Array:
+    # 1. A window that would pass row m is moved up: [first, first + size) lies in [0, m)
+    #    and still holds all of [at, end), since size >= end - at.
+    first = at if is_full else jnp.minimum(at, m - size)
+    rows = multiply(_rows(lhs, first, size), weights)
+    # 2. It writes its own rows only; select, since the others may be NaN.
+    if not is_full:
+      own = _own_rows(first, size, at, end)
+      rows = jnp.where(own, rows, lax.dynamic_slice_in_dim(out, first, size))
+    return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
+
+  def group(j: jax.Array, out: jax.Array) -> jax.Array:
+    def used(out: jax.Array) -> jax.Array:
+      weights = _varying(prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs)), axes)
+      step = lambda out, *where: window(out, weights, *where)
+      return _over_windows(step, out, starts[j], ends[j], _windows(_GMM_WINDOWS, m))
+
+    return lax.cond(ends[j] > starts[j], used, lambda out: out, out)
+
+  return lax.fori_loop(0, g, group, out)
+
+
+def tgmm_ranges(
+  lhs: Any,
+  dout: Any,
+  starts: jax.Array,
+  ends: jax.Array,
+  *,
+  multiply: Callable[[Any, Any], jax.Array],
+  k: int,
+  n: int,
+  acc_dtype: Any,
+) -> jax.Array:
+  """Sums lhs_row^T @ dout_row over the rows of each range (SPEC TGMM-1 to TGMM-4).
+
+  Args:
+    lhs, dout: pytrees of arrays [m, ...].
+    starts, ends: int32 [g], row range of each group, inside [0, m].
+    multiply: (rows of lhs [t, ...], rows of dout [t, ...]) -> [k, n] in acc_dtype; rows of
+      zeros must add nothing.
+    k, n: rows and columns of the result of one group.
+    acc_dtype: dtype of the result.
+
+  Returns:
+    [g, k, n]; exactly zero for an empty range, and no other row reaches a group.
+  """
+  m, g = _length(lhs), starts.shape[0]
+  axes = _varying_axes(lhs, dout, starts, ends)
+  out = _varying(jnp.zeros((g, k, n), acc_dtype), axes)
+  if 0 in (m, k, n, g):
+    return out
+
+  def group(j: jax.Array, out: jax.Array) -> jax.Array:
+    def window(out: jax.Array, size: int, at: jax.Array, end: jax.Array, is_full: bool) -> jax.Array:
+      # 1. As in gmm: the window lies in [0, m) and holds all of [at, end).
+      first = at if is_full else jnp.minimum(at, m - size)
+      rows = (_rows(lhs, first, size), _rows(dout, first, size))
+      # 2. Rows of others become zero in both operands: 0 · NaN would still be NaN.
+      if not is_full:
+        own = _own_rows(first, size, at, end)
+        rows = jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), rows)
+      total = lax.dynamic_index_in_dim(out, j) + multiply(*rows)[None]
+      return lax.dynamic_update_index_in_dim(out, total, j, axis=0)
+
+    return _over_windows(window, out, starts[j], ends[j], _windows(_TGMM_WINDOWS, m))
+
+  return lax.fori_loop(0, g, group, out)
+
+
+def _over_windows(
+  step: Callable[..., jax.Array], out: jax.Array, start: jax.Array, end: jax.Array, sizes: tuple[int, ...]
+) -> jax.Array:
+  """Applies step(out, size, at, end, is_full) to windows that cover [start, end) once."""
+  # Positions are written `at + i * size` even where i can only be 0: XLA would hoist a
+  # product that does not depend on the loop's counter out of it, and do it always.
+  # 1. Full windows: all their rows are the group's own.
+  largest = sizes[0]
+  full = (end - start) // largest
+  out = _loop(full, lambda i, out: step(out, largest, start + i * largest, end, True), out)
+  # 2. What is left is [at, end), fewer than `largest` rows: the smallest window that covers
+  #    it, and none when nothing is left. Loops of at most one turn, not a switch: XLA copies
+  #    `out` into and out of a switch.
+  at = start + full * largest
+  left = end - at
+  for size, next_smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+    turns = ((left > next_smaller) & (left <= size)).astype(jnp.int32)
+    out = _loop(turns, lambda i, out, size=size: step(out, size, at + i * size, end, False), out)
+  return out
+
+
+def _loop(turns: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], init: jax.Array) -> jax.Array:
+  return lax.fori_loop(jnp.int32(0), turns, body, init)
+
+
+def _windows(sizes: tuple[int, ...], m: int) -> tuple[int, ...]:
+  """The sizes that fit m rows; few rows take one window of them all."""
+  return tuple(s for s in sizes if s <= m) if m > 2 * sizes[-1] else (m,)
+
+
+def _length(tree: Any) -> int:
+  return jax.tree.leaves(tree)[0].shape[0]
+
+
+def _rows(tree: Any, first: jax.Array, size: int) -> Any:
+  return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), tree)
+
+
+def _own_rows(first: jax.Array, size: int, at: jax.Array, end: jax.Array) -> jax.Array:
+  """bool [size, 1]: which rows of the window at `first` lie in [at, end)."""
+  row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+  return (row >= at) & (row < end)
+
+
+def _varying_axes(*trees: Any) -> frozenset[str]:
+  """Mesh axes over which any of the arrays may differ (inside shard_map with check_vma)."""
+  return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
+
+
+def _varying(tree: Any, axes: frozenset[str]) -> Any:
+  """Types arrays as varying over `axes`: what a loop carries must be typed as its body's result."""
+
+  def cast(x: jax.Array) -> jax.Array:
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)

@@ -1,0 +1,56 @@
+"""Scales of quantized operands: which travel with the products, which wait for the result (SPEC QNT-1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gmm._groups import row_groups
+from gmm._qarray import Operand, QArray, expand_scale
+
+
+def split(x: Operand) -> tuple[jax.Array, jax.Array | None]:
+  """The array that is multiplied, and its scale or None."""
+  return (x.qvalue, x.scale) if isinstance(x, QArray) else (x, None)
+
+
+def wide_dtype(*dtypes: Any) -> jnp.dtype:
+  """float32, in which scales are multiplied, or float64 when one of the dtypes is."""
+  return jnp.dtype(jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32)
+
+
+def common_blocks(k: int, lhs_scale: jax.Array | None, rhs_scale: jax.Array | None) -> int:
+  """The fewest equal blocks of the contracting dimension that straddle no block of either scale.
+
+  Args:
+    k: contracting size.
+    lhs_scale: [., blocks] or None.
+    rhs_scale: [., blocks, .] or None.
+  """
+  counts = [s.shape[1] for s in (lhs_scale, rhs_scale) if s is not None]
+  # Equal blocks of size gcd(k / a, k / b): each divides both block sizes.
+  return k // math.gcd(k, *(k // c for c in counts)) if k else 1
+
+
+def scale_rows(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """x [m, n] times a scale [1 or m or m / b, 1] of its rows."""
+  return x if scale is None else x * expand_scale(scale, (x.shape[0], 1)).astype(x.dtype)
+
+
+def scale_groups(x: jax.Array, scale: jax.Array | None, starts: jax.Array, ends: jax.Array) -> jax.Array:
+  """x [m, n] times a scale [1 or g, 1, 1 or n or n / b] of each row's own group."""
+  if scale is None:
+    return x
+  factors = expand_scale(scale, (scale.shape[0], 1, x.shape[1]))[:, 0].astype(x.dtype)
+  return x * (factors if factors.shape[0] == 1 else factors[row_groups(starts, ends, x.shape[0])])
+
+
+def scale_columns(x: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
+  """x [g, k, n] times a scale [1, 1 or columns or columns / b] along `axis`."""
+  if scale is None:
+    return x
+  columns = expand_scale(scale, (1, x.shape[axis]))[0].astype(x.dtype)
+  return x * columns.reshape((-1, 1) if axis == 1 else (1, -1))
