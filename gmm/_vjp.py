@@ -53,6 +53,11 @@ class Plan:
   precision: Any = None
   tiling: Tiling = dataclasses.field(default_factory=Tiling)
 
+  @property
+  def multiplies_codes(self) -> bool:
+    """Whether any operand is quantized: then only the first derivative is defined (SPEC VJP-6)."""
+    return self.recipe.is_quantized or self.lhs_is_codes or self.rhs_is_codes
+
   def call(self, pass_: Pass, out_dtype: str, transpose_rhs: bool = False) -> Call:
     # Of the op's own pass the tile stands in `fwd`, of its gradients in their own field.
     tile = self.tiling.fwd if pass_ == self.pass_ else getattr(self.tiling, pass_)
@@ -93,17 +98,23 @@ def _own(plan: Plan) -> Call:
 
 
 def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum):
-  if plan.recipe.is_quantized:
-    lhs, rhs, partial_sum = _first_order_only((lhs, rhs, partial_sum))
+  if not plan.multiplies_codes:
+    # Through the op itself, so that a second derivative finds its rule.
+    return gmm(plan, lhs, rhs, sizes, offset, partial_sum), (*_named(lhs, rhs), None, None, sizes, offset)
+  lhs, rhs, partial_sum = _first_order_only((lhs, rhs, partial_sum))
   # 1. Quantize. The residuals are the codes (1 byte an element) wherever the gradients reuse them.
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
   keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends)
   keep_rhs = _clip_mask(plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", starts, ends)
-  lhs = checkpoint_name(_quantize_lhs(plan, lhs, sizes, offset), "gmm_lhs")
-  rhs = checkpoint_name(_quantize_rhs(plan, rhs, sizes, offset), "gmm_rhs")
+  lhs, rhs = _named(_quantize_lhs(plan, lhs, sizes, offset), _quantize_rhs(plan, rhs, sizes, offset))
   # 2. Multiply.
   out = call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=Todo(), partial_sum=partial_sum)
   return out, (lhs, rhs, keep_lhs, keep_rhs, sizes, offset)
+
+
+def _named(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
+  """The residuals under the names that remat policies know them by (SPEC VJP-8)."""
+  return checkpoint_name(lhs, "gmm_lhs"), checkpoint_name(rhs, "gmm_rhs")
 
 
 def _gmm_bwd(plan, residuals, dout):
@@ -123,7 +134,7 @@ gmm.defvjp(_gmm_fwd, _gmm_bwd)
 
 def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """dout against the weights' other axis, [m, k] (SPEC VJP-2)."""
-  if not plan.recipe.is_quantized and not isinstance(rhs, QArray):
+  if not plan.multiplies_codes:
     other = dataclasses.replace(
       plan,
       pass_="dlhs",
@@ -145,7 +156,7 @@ def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: j
 
 def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """lhs^T @ dout per group, [g, k, n] (SPEC VJP-2)."""
-  if not plan.recipe.is_quantized and not isinstance(lhs, QArray):
+  if not plan.multiplies_codes:
     other = dataclasses.replace(
       plan,
       pass_="drhs",

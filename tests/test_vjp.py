@@ -247,6 +247,16 @@ def test_second_order_of_a_quantized_recipe_is_refused(recipe, jit):
     jax.grad(lambda a: gmm.tgmm(a, jnp.ones((M, N)), SIZES, recipe=recipe, backend="reference").sum())(lhs)
 
 
+def test_second_order_with_codes_as_operand_is_refused():
+  """Weights that come quantized (PTQ) have a first derivative for lhs, and no second."""
+  lhs, rhs = _data()
+  codes = quantize(rhs, gmm.Quant(qtype="int8"), "rhs")
+  first = jax.grad(lambda a: (gmm.gmm(a, codes, SIZES, backend="reference") ** 2).sum())
+  assert first(lhs).shape == lhs.shape
+  with pytest.raises(gmm.Unsupported, match="recipe='bf16'"):
+    jax.grad(lambda a: (first(a) ** 2).sum())(lhs)
+
+
 @pytest.mark.parametrize("recipe", [None, "fp8_dynamic"])
 def test_forward_mode_is_refused(recipe):
   """jvp is JAX's own error for a custom VJP, never a wrong tangent (SPEC VJP-6)."""
