@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gmm.reference._vma import varying, varying_axes
+
 # Rows of a window, falling. Full windows are as large as pays off; the tail of a group
 # takes one window at most twice its rows, down to the smallest.
 _GMM_WINDOWS = (256, 128, 64, 32, 16)
@@ -50,8 +52,8 @@ def gmm_ranges(
     [m, n]; rows in no range are exactly zero, and no other row or slice reaches a row.
   """
   m, g = _length(lhs), _length(rhs)
-  axes = _varying_axes(lhs, rhs, starts, ends)
-  out = _varying(jnp.zeros((m, n), acc_dtype), axes)
+  axes = varying_axes(lhs, rhs, starts, ends)
+  out = varying(jnp.zeros((m, n), acc_dtype), axes)
   if 0 in (m, n, g):
     return out
 
@@ -68,7 +70,7 @@ def gmm_ranges(
 
   def group(j: jax.Array, out: jax.Array) -> jax.Array:
     def used(out: jax.Array) -> jax.Array:
-      weights = _varying(prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs)), axes)
+      weights = varying(prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs)), axes)
       step = lambda out, *where: window(out, weights, *where)
       return _over_windows(step, out, starts[j], ends[j], _windows(_GMM_WINDOWS, m))
 
@@ -102,8 +104,8 @@ def tgmm_ranges(
     [g, k, n]; exactly zero for an empty range, and no other row reaches a group.
   """
   m, g = _length(lhs), starts.shape[0]
-  axes = _varying_axes(lhs, dout, starts, ends)
-  out = _varying(jnp.zeros((g, k, n), acc_dtype), axes)
+  axes = varying_axes(lhs, dout, starts, ends)
+  out = varying(jnp.zeros((g, k, n), acc_dtype), axes)
   if 0 in (m, k, n, g):
     return out
 
@@ -166,18 +168,3 @@ def _own_rows(first: jax.Array, size: int, at: jax.Array, end: jax.Array) -> jax
   """bool [size, 1]: which rows of the window at `first` lie in [at, end)."""
   row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
   return (row >= at) & (row < end)
-
-
-def _varying_axes(*trees: Any) -> frozenset[str]:
-  """Mesh axes over which any of the arrays may differ (inside shard_map with check_vma)."""
-  return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
-
-
-def _varying(tree: Any, axes: frozenset[str]) -> Any:
-  """Types arrays as varying over `axes`: what a loop carries must be typed as its body's result."""
-
-  def cast(x: jax.Array) -> jax.Array:
-    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(cast, tree)

@@ -13,7 +13,15 @@ from gmm._qarray import Operand, QArray, expand_scale
 from gmm._quantize import apply_prescale, quantize
 from gmm.reference._dots import acc_dtype, dot, product_dtype
 from gmm.reference._loops import gmm_ranges, tgmm_ranges
-from gmm.reference._scales import common_blocks, scale_columns, scale_groups, scale_rows, split, wide_dtype
+from gmm.reference._scales import (
+  common_blocks,
+  scale_columns,
+  scale_groups,
+  scale_rows,
+  split,
+  unscaled_rows,
+  wide_dtype,
+)
 
 
 def gmm(
@@ -106,7 +114,7 @@ def tgmm(
   dout = _quantized(dout, dout_quant, dout_prescale, "cols", starts, ends)
   wide = wide_dtype(lhs.dtype, dout.dtype)
   # 1. A scale that varies along the rows, which are contracted, goes into its operand.
-  (x, x_scale), (d, d_scale) = _unscaled_rows(lhs, wide), _unscaled_rows(dout, wide)
+  (x, x_scale), (d, d_scale) = unscaled_rows(lhs, wide), unscaled_rows(dout, wide)
   # 2. Multiply.
   dtype = product_dtype(x.dtype, d.dtype)
   out = tgmm_ranges(
@@ -200,11 +208,3 @@ def _block_gmm(
 
   prepare = lambda rhs: {**rhs, "w": rhs["w"].astype(dtype)}
   return gmm_ranges(lhs, rhs, starts, ends, multiply=multiply, prepare=prepare, n=n, acc_dtype=wide)
-
-
-def _unscaled_rows(x: Operand, wide: Any) -> tuple[jax.Array, jax.Array | None]:
-  """x without a scale that varies along its rows: (array, scale of its columns or None)."""
-  values, scale = split(x)
-  if scale is None or scale.shape[0] == 1:
-    return values, scale
-  return values.astype(wide) * expand_scale(scale, x.shape).astype(wide), None

@@ -54,3 +54,11 @@ def scale_columns(x: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array
     return x
   columns = expand_scale(scale, (1, x.shape[axis]))[0].astype(x.dtype)
   return x * columns.reshape((-1, 1) if axis == 1 else (1, -1))
+
+
+def unscaled_rows(x: Operand, wide: Any) -> tuple[jax.Array, jax.Array | None]:
+  """x without a scale that varies along its rows: (array, scale of its columns or None)."""
+  values, scale = split(x)
+  if scale is None or scale.shape[0] == 1:
+    return values, scale
+  return values.astype(wide) * expand_scale(scale, x.shape).astype(wide), None
