@@ -238,7 +238,7 @@ def _scale_of(absmax: jax.Array, quant: Quant, dtype: Any) -> jax.Array:
   wide = _wide(dtype)
   absmax = absmax.astype(wide)
   if quant.absmax_factor != 1.0:
-    absmax = _round(absmax * _number(quant.absmax_factor, wide), dtype)
+    absmax = _round(absmax * _number(quant.absmax_factor, dtype).astype(wide), dtype)  # both factors in dtype
   # 2. A true division, rounded to the scale's dtype.
   scale = _round(absmax / _number(quant.qmax, wide), _scale_dtype(dtype, quant))
   # 3. Never so small that a code overflows or a quotient is NaN; NaN stays NaN.
@@ -258,7 +258,8 @@ def _codes(x: jax.Array, scale: jax.Array, quant: Quant) -> jax.Array:
     s_shape += [count, 1] if blocked else [count]
   wide = _wide(x.dtype)
   numerator = x.reshape(x_shape).astype(wide)
-  numerator = jnp.where(jnp.abs(numerator) < _SMALLEST_SCALE, jnp.zeros((), wide), numerator)
+  # Subnormal numbers count as zero, of their sign: fp8 has a -0.
+  numerator = jnp.where(jnp.abs(numerator) < _SMALLEST_SCALE, jnp.copysign(jnp.zeros((), wide), numerator), numerator)
   # 2. One rounding of the quotient to the dtype qwix divides in, none for a float32 scale.
   in_bf16 = x.dtype == jnp.bfloat16 and scale.dtype == jnp.bfloat16
   y = _round(numerator / scale.reshape(s_shape).astype(wide), jnp.bfloat16 if in_bf16 else wide)
