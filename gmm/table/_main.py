@@ -1,0 +1,113 @@
+"""The command `gmm table`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+import gmm
+from gmm.table._config import CONFIGS, SCHEMES, TableConfig
+from gmm.table._criteria import criteria
+from gmm.table._measure import Table, compute
+from gmm.table._report import as_json, print_table
+
+if TYPE_CHECKING:
+  import rich.console
+
+
+def main(args: Sequence[str]) -> int:
+  """Runs `gmm table`.
+
+  Args:
+    args: the command line after `gmm table`.
+
+  Returns:
+    0 when every criterion that could be judged holds, 1 when one fails, 2 for a backend or
+    recipe that is unknown or cannot be loaded, 3 when nothing ran (every row was declined).
+  """
+  import rich.console
+
+  options = _parser().parse_args(list(args))
+  config = CONFIGS[options.config]
+  console = rich.console.Console()
+  if not console.is_terminal:
+    console.width = 100  # rather than rich's 80 for a file or a pipe
+  try:
+    table = _compute(config, options, console)
+  except (ValueError, ImportError) as error:
+    print(f"gmm table: {error}", file=sys.stderr)
+    return 2
+  judged = criteria(table)
+  print_table(table, judged, console)
+  if options.json is not None:
+    options.json.write_text(json.dumps(as_json(table, judged), indent=2) + "\n")
+  if all(row.declined is not None for row in table.rows):
+    return 3
+  return 0 if all(c.ok for c in judged) else 1
+
+
+def default_backends(config: TableConfig) -> list[str]:
+  """Returns the backends that `gmm table` runs when none is named.
+
+  Args:
+    config: the published size is too much for an interpreted kernel, and XLA's ragged_dot on CPU
+      multiplies every row with every expert, so that on CPU only the reference runs it.
+  """
+  if config.is_published_size and jax.default_backend() == "cpu":
+    return ["reference"]
+  return [name for name, problem in gmm.backends().items() if problem is None]
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="gmm table",
+    description="A quantized MoE layer against its dense bfloat16 counterpart, beside the published figures.",
+  )
+  parser.add_argument("--config", choices=list(CONFIGS), default="small", help="size of the layer (default: small)")
+  parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to run (default: all usable)")
+  parser.add_argument("--recipe", nargs="+", metavar="NAME", default=list(SCHEMES), help="recipes to run")
+  parser.add_argument("--tiny-scale", choices=("clamp", "qwix"), default="clamp", help="what becomes of tiny scales")
+  parser.add_argument(
+    "--scale-dtype",
+    choices=("float32", "operand"),
+    default="float32",
+    help="float32 (as the published run on a TPU divides) or operand (the named recipe's own bits)",
+  )
+  parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything as JSON")
+  return parser
+
+
+def _compute(config: TableConfig, options: argparse.Namespace, console: rich.console.Console) -> Table:
+  import rich.progress
+
+  backends = options.backend or default_backends(config)
+  with rich.progress.Progress(
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+  ) as bar:
+    task = bar.add_task("starting", total=1 + len(backends) * len(options.recipe))
+    done = -1
+
+    def progress(step: str) -> None:
+      nonlocal done
+      done += 1
+      bar.update(task, completed=done, description=step)
+
+    return compute(
+      config,
+      backends,
+      options.recipe,
+      seed=options.seed,
+      tiny_scale=options.tiny_scale,
+      scale_dtype=None if options.scale_dtype == "operand" else options.scale_dtype,
+      progress=progress,
+    )
