@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +85,7 @@ def call_gmm(
   backend, fuse = _choose(call.candidates, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
   if not fuse:
     lhs, lhs_todo = _do(lhs, lhs_todo, "rows", sizes, offset, g), Todo()
-  return _outside_interception(backend.gmm)(
+  return backend.gmm(
     lhs,
     rhs,
     sizes,
@@ -118,7 +119,7 @@ def call_tgmm(
   backend, fuse = _choose(call.candidates, problem, operand_spec(dout, dout_todo.quant, dout_todo.prescale), "cols")
   if not fuse:
     dout, dout_todo = _do(dout, dout_todo, "cols", sizes, offset, num_groups), Todo()
-  return _outside_interception(backend.tgmm)(
+  return backend.tgmm(
     lhs,
     dout,
     sizes,
@@ -205,7 +206,24 @@ def _do(x: Operand, todo: Todo, kind: Kind, sizes: jax.Array, offset: jax.Array 
   return quantize(x, todo.quant, kind, starts=starts, ends=ends, prescale=todo.prescale)
 
 
-def _outside_interception(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """jit of fn(plan, *arrays): one program per plan and shapes, also when called outside jit.
+
+  It is traced and compiled outside qwix's interception. Compiling too, because some primitives
+  (ragged_dot on CPU) are lowered through functions that qwix patches; so the passes are
+  compiled one by one inside the custom VJP, not the op around it, whose gradient JAX would
+  compile later.
+  """
+  program = jax.jit(fn, static_argnums=0)
+
+  @functools.wraps(fn)
+  def run(*args: Any) -> Any:
+    return _outside_interception(program)(*args)
+
+  return run
+
+
+def _outside_interception(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Runs fn where qwix, if it is loaded at all, patches nothing: no operand is quantized twice (SPEC QNT-11)."""
   if "qwix" not in sys.modules:
     return fn

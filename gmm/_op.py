@@ -19,11 +19,6 @@ from gmm._recipe import Recipe
 from gmm._recipe import recipe as _named_recipe
 from gmm._tiling import Tiling, as_tiling
 
-# One compiled program per plan and shapes, also when called outside jit.
-_gmm = jax.jit(_vjp.gmm, static_argnums=0)
-_tgmm = jax.jit(_vjp.tgmm, static_argnums=0)
-_tgmm_quantized = jax.jit(_vjp.tgmm_quantized, static_argnums=0)
-
 
 def gmm(
   lhs: OperandLike,
@@ -88,7 +83,7 @@ def gmm(
   )
   x, weights, sizes, offset, _ = operands
   _calibrate.observe(x, weights, sizes, offset)
-  out = _gmm(plan, *operands)
+  out: jax.Array = _vjp.gmm(plan, *operands)
   if existing_out is None:
     return out
   covered = covered_rows(*local_ranges(sizes, offset, plan.num_groups), out.shape[0])
@@ -245,8 +240,8 @@ def tgmm(
   if rule.is_quantized:
     if isinstance(dout, QArray):
       raise ValueError("dout is a QArray and the recipe quantizes too; pass recipe=None to multiply codes as they are.")
-    return _tgmm_quantized(plan, lhs, dout, sizes, offset)
-  return _tgmm(_vjp.tgmm_plan(plan), lhs, dout, sizes, offset)
+    return _vjp.tgmm_quantized(plan, lhs, dout, sizes, offset)
+  return _vjp.tgmm(_vjp.tgmm_plan(plan), lhs, dout, sizes, offset)
 
 
 def ragged_dot(

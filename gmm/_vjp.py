@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gmm._call import Call, Candidates, Todo, call_gmm, call_tgmm
+from gmm._call import Call, Candidates, Todo, call_gmm, call_tgmm, compiled
 from gmm._groups import local_ranges
 from gmm._protocol import Pass, Unsupported
 from gmm._qarray import Operand, QArray
@@ -75,6 +75,7 @@ class Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compiled
 def gmm(
   plan: Plan,
   lhs: Operand,
@@ -97,6 +98,7 @@ def _own(plan: Plan) -> Call:
   return plan.call(plan.pass_, plan.out_dtype, plan.transpose_rhs)
 
 
+@compiled
 def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum):
   if not plan.multiplies_codes:
     # Through the op itself, so that a second derivative finds its rule.
@@ -117,6 +119,7 @@ def _named(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
   return checkpoint_name(lhs, "gmm_lhs"), checkpoint_name(rhs, "gmm_rhs")
 
 
+@compiled
 def _gmm_bwd(plan, residuals, dout):
   lhs, rhs, keep_lhs, keep_rhs, sizes, offset = residuals
   dlhs = drhs = None  # of an operand that came quantized
@@ -182,6 +185,7 @@ def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compiled
 def tgmm(plan: Plan, lhs: Operand, dout: Operand, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """lhs_g^T @ dout_g of each local group, [g, k, n], with nothing quantized here."""
   call = plan.call(plan.pass_, plan.out_dtype)
@@ -192,6 +196,7 @@ def _tgmm_fwd(plan, lhs, dout, sizes, offset):
   return tgmm(plan, lhs, dout, sizes, offset), (lhs, dout, sizes, offset)
 
 
+@compiled
 def _tgmm_bwd(plan, residuals, ct):
   lhs, dout, sizes, offset = residuals
   # The op is bilinear: each cotangent is a gmm of the other operand with ct as the weights.
@@ -221,6 +226,7 @@ def tgmm_plan(plan: Plan) -> Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compiled
 def tgmm_quantized(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """drhs of a quantized gmm, [g, k, n]: lhs quantized as forward, dout as backward."""
   return _drhs(plan, _quantize_lhs(plan, lhs, sizes, offset), dout, sizes, offset)
