@@ -50,5 +50,5 @@ def unpermute(rows: jax.Array, slots: jax.Array, weights: jax.Array) -> jax.Arra
   row_of = jnp.zeros_like(slots).at[slots].set(jnp.arange(slots.size, dtype=slots.dtype), unique_indices=True)
   # 2. Row by slot, then by (token, rank).
   by_slot = rows.at[row_of].get(unique_indices=True, mode="promise_in_bounds")
-  by_token = by_slot.reshape(tokens, top_k, -1).astype(jnp.float32)
+  by_token = by_slot.reshape(tokens, top_k, rows.shape[1]).astype(jnp.float32)
   return jnp.sum(weights[:, :, None] * by_token, axis=1)
