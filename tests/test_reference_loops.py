@@ -242,7 +242,7 @@ TGMM_SCALES = {
 @pytest.mark.parametrize("dtype", ["int8", "float8_e5m2"])
 def test_scales_of_tgmm(backend, scales, dtype):
   """As for gmm; a scale that varies along the contracted rows goes into its operand."""
-  m, k, n, g = 70, 8, 6, 3
+  m, k, n = 70, 8, 6
   rng = np.random.default_rng(3)
   sizes = np.array([37, 0, 20])
   x, d = integers(rng, m, k), integers(rng, m, n)
