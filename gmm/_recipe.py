@@ -54,6 +54,7 @@ class Quant:
       raise ValueError(f"qtype {name!r} is not one of {', '.join(QMAX)}.")
     _check_granularity(self.granularity)
     _parse_calibration(self.calibration)
+    object.__setattr__(self, "calibration", self.calibration.lower().replace(" ", ""))  # one spelling, as qwix reads it
     if self.scale_dtype is not None:
       if jnp.dtype(self.scale_dtype) != jnp.float32:
         raise ValueError(f"scale_dtype must be None or 'float32', got {self.scale_dtype!r}.")

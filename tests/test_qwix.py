@@ -156,6 +156,7 @@ def _expressible():
         yield gmm.Recipe(**quants)
         fixed = {"granularity": "tensor", "calibration": "fixed,-3.5,3.5"}
         yield gmm.Recipe(**quants | {"rhs": dataclasses.replace(quants["rhs"], **fixed)})
+  yield gmm.Recipe(rhs=quant("int8", calibration=" Absmax, 0.5"))  # any spelling of ours is one of qwix's
   yield gmm.Recipe()
   for name in ("fp8_dynamic", "fp8_static", "int8_dynamic", "int8_weight_only", "bf16"):
     yield gmm.recipe(name)
