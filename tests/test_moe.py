@@ -73,7 +73,7 @@ def test_layer_equals_a_loop_over_tokens(backend, top_k):
   config = dataclasses.replace(CONFIG, top_k=top_k)
   params, x = integer_layer(config, tokens=37, seed=top_k)
   if top_k == 5:  # distinct logits: weights (1, 0, 0, 0, 0)
-    params = dataclasses.replace(params, gate=jnp.zeros_like(params.gate).at[0].set(128.0 * jnp.arange(5)))
+    params = dataclasses.replace(params, gate=jnp.zeros_like(params.gate).at[0].set(128 * jnp.arange(5, dtype=jnp.float32)))
   got = moe_layer(params, x, config=config, backend=backend)
   np.testing.assert_array_equal(got, layer_by_token(params, x, top_k))
 
@@ -112,7 +112,7 @@ def test_dtypes_and_shapes(layer):
   config = MoeConfig(num_experts=4, top_k=2, embed=16, mlp=24)
   params = init_params(jax.random.key(0), config)
   x = jax.random.normal(jax.random.key(1), (2, 3, 16), jnp.float32)
-  out = layer(params, x, config=config)
+  out = jax.eval_shape(lambda p, t: layer(p, t, config=config), params, x)
   assert (out.shape, out.dtype) == ((2, 3, 16), jnp.bfloat16)
   grads, state_grad = gradients(lambda p, t: layer(p, t, config=config), params, x, jnp.ones(x.shape))
   assert jax.tree.map(lambda g: (g.shape, g.dtype), grads) == jax.tree.map(lambda w: (w.shape, w.dtype), params)
@@ -130,9 +130,13 @@ def test_bfloat16_weights_give_the_same_numbers_as_float32_ones(recipe):
   for c in (config, narrow):
     params = init_params(jax.random.key(0), c)
     assert params.wo.dtype == c.weight_dtype
-    layer = lambda p, t, c=c: moe_layer(p, t, config=c, backend="reference", recipe=recipe)
-    grads, state_grad = gradients(layer, params, x, jnp.ones(x.shape))
-    results.append((layer(params, x), jax.tree.map(lambda g: g.astype(jnp.float32), grads), state_grad))
+
+    def loss(p, t, c=c):
+      out = moe_layer(p, t, config=c, backend="reference", recipe=recipe)
+      return jnp.sum(out.astype(jnp.float32)), out
+
+    (grads, state_grad), out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    results.append((out, jax.tree.map(lambda g: g.astype(jnp.float32), grads), state_grad))
   jax.tree.map(np.testing.assert_array_equal, *results)
 
 

@@ -55,7 +55,7 @@ CONFIGS = {
   c.name: c
   for c in (
     TableConfig(name="mixtral-8x7b", embed=4096, mlp=14336, tokens=2048),
-    TableConfig(name="small", embed=512, mlp=1792, tokens=1024),
+    TableConfig(name="small", embed=512, mlp=1792, tokens=512),
     TableConfig(name="tiny", embed=256, mlp=896, tokens=256),
   )
 }
