@@ -75,7 +75,8 @@ def table_recipe(
       (as qwix's kernel does), which alone adds 0.5 % to the output's distance.
   """
   found = named_recipe(scheme, tiny_scale=tiny_scale, scale_dtype=scale_dtype)
-  if scheme != "fp8_static" or found.rhs is None:
+  if scheme != "fp8_static" or config.is_published_size:
     return found
+  assert found.rhs is not None
   high = config.weight_range
   return dataclasses.replace(found, rhs=dataclasses.replace(found.rhs, calibration=f"fixed,-{high!r},{high!r}"))

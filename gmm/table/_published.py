@@ -80,4 +80,4 @@ def _rows(metric: str) -> dict[tuple[str, str], list[Published]]:
 
 def _parse(text: str) -> Published:
   exponent = decimal.Decimal(text).as_tuple().exponent
-  return Published(value=float(text), half_unit=0.5 * 10.0 ** int(exponent))
+  return Published(value=float(text), half_unit=float(decimal.Decimal((0, (5,), int(exponent) - 1))))
