@@ -1,8 +1,8 @@
 """Grouped matmuls over row ranges: one weight slice per group, row windows of falling size.
 
 The cost is O(m·k·n + g·k·n) whatever the skew of the group sizes: a group of r rows takes
-r // 256 full windows and one more, of the smallest size that covers what is left, so fewer
-than twice its rows (or the smallest window) are multiplied. Empty groups cost one comparison.
+full windows and one more, the smallest that covers what is left, so at most twice its rows
+(or the smallest window) are multiplied. Empty groups cost one comparison.
 
 `lhs`, `rhs` and `dout` may be any pytrees of arrays: leaves of lhs and dout share their
 first axis (m rows), leaves of rhs theirs (g groups). So codes travel with their scales.
@@ -19,10 +19,11 @@ from jax import lax
 
 from gmm.reference._vma import varying, varying_axes
 
-# Rows of a window, falling. Full windows are as large as pays off; the tail of a group
-# takes one window at most twice its rows, down to the smallest.
-_GMM_WINDOWS = (256, 128, 64, 32, 16)
-_TGMM_WINDOWS = (512, 256, 128, 64, 32, 16)
+# Rows of a window, falling. The first is the full window, as large as pays off on a CPU; the
+# others are for what a group leaves over. Steps are small where a matmul's time is mostly
+# rows (above 64) and where groups are many and short (below 32).
+_GMM_WINDOWS = (256, 192, 128, 96, 64, 32, 24, 16, 8)
+_TGMM_WINDOWS = (512, 384, 256, 192, 128, 64, 32, 16)
 
 
 def gmm_ranges(
@@ -152,8 +153,8 @@ def _loop(turns: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], i
 
 
 def _windows(sizes: tuple[int, ...], m: int) -> tuple[int, ...]:
-  """The sizes that fit m rows; few rows take one window of them all."""
-  return tuple(s for s in sizes if s <= m) if m > 2 * sizes[-1] else (m,)
+  """The sizes that fit m rows; few rows take one window of them all, which compiles faster."""
+  return tuple(s for s in sizes if s <= m) if m > 32 else (m,)
 
 
 def _length(tree: Any) -> int:
