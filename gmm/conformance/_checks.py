@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from gmm.conformance import _checks_gmm, _checks_tgmm
+from gmm.conformance import _checks_codes, _checks_gmm, _checks_qnt, _checks_reg, _checks_tgmm, _checks_vjp
+from gmm.conformance._registry import Check
 
-CHECKS = (*_checks_gmm.CHECKS, *_checks_tgmm.CHECKS)
+
+def _by_clause(checks: tuple[Check, ...]) -> tuple[Check, ...]:
+  return tuple(sorted(checks, key=lambda c: int(c.clause.rpartition("-")[2])))
+
+
+CHECKS = (
+  *_checks_gmm.CHECKS,
+  *_checks_tgmm.CHECKS,
+  *_checks_vjp.CHECKS,
+  *_by_clause((*_checks_codes.CHECKS, *_checks_qnt.CHECKS)),
+  *_checks_reg.CHECKS,
+)

@@ -156,7 +156,9 @@ def result_dtype(backend: Backend, case: Case) -> None:
   expect_equal(got, exact.astype(numpy_dtype(other)), f"out as {other}", _owner(case))
 
 
-@check("GMM-8", "partial_sum is added in float32 before the one rounding; uncovered rows return it", "exact", weight=0.7)
+@check(
+  "GMM-8", "partial_sum is added in float32 before the one rounding; uncovered rows return it", "exact", weight=0.7
+)
 def partial_sum(backend: Backend, case: Case) -> None:
   """A half that a rounding before the addition would lose: 257 + 1 is 258 in bfloat16, 256 + 1 is 256."""
   lhs, rhs = np.zeros_like(case.lhs), np.zeros_like(case.rhs)
@@ -220,9 +222,10 @@ def transforms(backend: Backend, case: Case) -> None:
   expected = _expected(case)
   expect_equal(op(*args), expected, "out, eager")
   expect_equal(jax.jit(jax.checkpoint(op))(*args), expected, "out under remat")
-  scanned = jax.jit(lambda l, r, s: jax.lax.scan(lambda c, x: (c, op(x, r, s)), 0, jnp.stack([l, l]))[1])(*args)
-  expect_equal(scanned[1], expected, "out under scan")
-  nested = jax.jit(lambda l, r, s: jax.lax.cond(s[0] >= 0, op, lambda l, r, s: jnp.zeros_like(op(l, r, s)), l, r, s))
+  twice = lambda lhs, rhs, sizes: jax.lax.scan(lambda c, x: (c, op(x, rhs, sizes)), 0, jnp.stack([lhs, lhs]))[1]
+  expect_equal(jax.jit(twice)(*args)[1], expected, "out under scan")
+  zero = lambda lhs, rhs, sizes: jnp.zeros_like(op(lhs, rhs, sizes))
+  nested = jax.jit(lambda *args: jax.lax.cond(args[2][0] >= 0, op, zero, *args))
   expect_equal(nested(*args), expected, "out under cond")
 
 

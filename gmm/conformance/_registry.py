@@ -44,7 +44,9 @@ class Check:
     return f"{self.clause}:{self.run.__name__}"
 
 
-def check(clause: str, rule: str, draws: str | tuple[Any, ...] = "cases", scope: Scope = "backend", weight: float = 1.0):
+def check(
+  clause: str, rule: str, draws: str | tuple[Any, ...] = "cases", scope: Scope = "backend", weight: float = 1.0
+):
   """Marks a function as the check of a clause."""
 
   def mark(run: Callable[[Backend, Any], float | None]) -> Check:
