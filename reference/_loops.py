@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gmm.reference._vma import varying, varying_axes
+from gmm._manual_axes import vary_over, varying_axes
 
 # Rows of a window, falling. The first is the full window, as large as pays off on a CPU; the
 # others are for what a group leaves over. Steps are small where a matmul's time is mostly
@@ -54,7 +54,7 @@ def gmm_ranges(
   """
   m, g = _length(lhs), _length(rhs)
   axes = varying_axes(lhs, rhs, starts, ends)
-  out = varying(jnp.zeros((m, n), acc_dtype), axes)
+  out = vary_over(axes, jnp.zeros((m, n), acc_dtype))
   if 0 in (m, n, g):
     return out
 
@@ -71,7 +71,7 @@ def gmm_ranges(
 
   def group(j: jax.Array, out: jax.Array) -> jax.Array:
     def used(out: jax.Array) -> jax.Array:
-      weights = varying(prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs)), axes)
+      weights = prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs))
       step = lambda out, *where: window(out, weights, *where)
       return _over_windows(step, out, starts[j], ends[j], _windows(_GMM_WINDOWS, m))
 
@@ -87,9 +87,11 @@ def tgmm_ranges(
   ends: jax.Array,
   *,
   multiply: Callable[[Any, Any], jax.Array],
+  finish: Callable[[jax.Array], jax.Array],
   k: int,
   n: int,
   acc_dtype: Any,
+  out_dtype: Any,
 ) -> jax.Array:
   """Sums lhs_row^T @ dout_row over the rows of each range (SPEC TGMM-1 to TGMM-4).
 
@@ -98,31 +100,37 @@ def tgmm_ranges(
     starts, ends: int32 [g], row range of each group, inside [0, m].
     multiply: (rows of lhs [t, ...], rows of dout [t, ...]) -> [k, n] in acc_dtype; rows of
       zeros must add nothing.
+    finish: sum of one group [k, n] in acc_dtype -> its result [k, n] in out_dtype. Group by
+      group, so that only one sum is held in acc_dtype.
     k, n: rows and columns of the result of one group.
-    acc_dtype: dtype of the result.
+    acc_dtype, out_dtype: dtypes of the sum and of the result.
 
   Returns:
     [g, k, n]; exactly zero for an empty range, and no other row reaches a group.
   """
   m, g = _length(lhs), starts.shape[0]
   axes = varying_axes(lhs, dout, starts, ends)
-  out = varying(jnp.zeros((g, k, n), acc_dtype), axes)
+  out = vary_over(axes, jnp.zeros((g, k, n), out_dtype))
   if 0 in (m, k, n, g):
     return out
 
-  def group(j: jax.Array, out: jax.Array) -> jax.Array:
-    def window(out: jax.Array, size: int, at: jax.Array, end: jax.Array, is_full: bool) -> jax.Array:
-      # 1. As in gmm: the window lies in [0, m) and holds all of [at, end).
-      first = at if is_full else jnp.minimum(at, m - size)
-      rows = (_rows(lhs, first, size), _rows(dout, first, size))
-      # 2. Rows of others become zero in both operands: 0 · NaN would still be NaN.
-      if not is_full:
-        own = _own_rows(first, size, at, end)
-        rows = jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), rows)
-      total = lax.dynamic_index_in_dim(out, j) + multiply(*rows)[None]
-      return lax.dynamic_update_index_in_dim(out, total, j, axis=0)
+  def window(acc: jax.Array, size: int, at: jax.Array, end: jax.Array, is_full: bool) -> jax.Array:
+    # 1. As in gmm: the window lies in [0, m) and holds all of [at, end).
+    first = at if is_full else jnp.minimum(at, m - size)
+    rows = (_rows(lhs, first, size), _rows(dout, first, size))
+    # 2. Rows of others become zero in both operands: 0 · NaN would still be NaN.
+    if not is_full:
+      own = _own_rows(first, size, at, end)
+      rows = jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros((), x.dtype)), rows)
+    return acc + multiply(*rows)
 
-    return _over_windows(window, out, starts[j], ends[j], _windows(_TGMM_WINDOWS, m))
+  def group(j: jax.Array, out: jax.Array) -> jax.Array:
+    def used(out: jax.Array) -> jax.Array:
+      nothing = vary_over(axes, jnp.zeros((k, n), acc_dtype))
+      total = _over_windows(window, nothing, starts[j], ends[j], _windows(_TGMM_WINDOWS, m))
+      return lax.dynamic_update_index_in_dim(out, finish(total), j, axis=0)
+
+    return lax.cond(ends[j] > starts[j], used, lambda out: out, out)
 
   return lax.fori_loop(0, g, group, out)
 
@@ -130,7 +138,7 @@ def tgmm_ranges(
 def _over_windows(
   step: Callable[..., jax.Array], out: jax.Array, start: jax.Array, end: jax.Array, sizes: tuple[int, ...]
 ) -> jax.Array:
-  """Applies step(out, size, at, end, is_full) to windows that cover [start, end) once."""
+  """Carries out = step(out, size, at, end, is_full) over windows that cover [start, end) once."""
   # Positions are written `at + i * size` even where i can only be 0: XLA would hoist a
   # product that does not depend on the loop's counter out of it, and do it always.
   # 1. Full windows: all their rows are the group's own.

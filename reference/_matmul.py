@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gmm._groups import covered_rows, local_ranges
+from gmm._manual_axes import vary_alike
 from gmm._qarray import Operand, QArray, expand_scale
 from gmm._quantize import apply_prescale, quantize
 from gmm.reference._dots import acc_dtype, dot, product_dtype
@@ -54,6 +55,7 @@ def gmm(
   del tiling
   starts, ends = local_ranges(group_sizes, group_offset, rhs.shape[0])
   lhs = _quantized(lhs, lhs_quant, lhs_prescale, "rows", starts, ends)
+  lhs, rhs, starts, ends = vary_alike(lhs, rhs, starts, ends)
   (x, x_scale), (w, w_scale) = split(lhs), split(rhs)
   if transpose_rhs and w_scale is not None:
     w_scale = w_scale.swapaxes(1, 2)  # from here on [., k or blocks, n or blocks]
@@ -112,27 +114,30 @@ def tgmm(
   starts, ends = local_ranges(group_sizes, group_offset, num_groups)
   lhs = _quantized(lhs, lhs_quant, None, "cols", starts, ends)
   dout = _quantized(dout, dout_quant, dout_prescale, "cols", starts, ends)
+  lhs, dout, starts, ends = vary_alike(lhs, dout, starts, ends)
   wide = wide_dtype(lhs.dtype, dout.dtype)
   # 1. A scale that varies along the rows, which are contracted, goes into its operand.
   (x, x_scale), (d, d_scale) = unscaled_rows(lhs, wide), unscaled_rows(dout, wide)
-  # 2. Multiply.
+  # 2. Multiply, and group by group scale, one factor after the other, and round once.
   dtype = product_dtype(x.dtype, d.dtype)
-  out = tgmm_ranges(
+  out_dtype = jnp.dtype(preferred_element_type)
+  scaled = wide_dtype(acc_dtype(dtype), out_dtype)
+
+  def finish(total: jax.Array) -> jax.Array:
+    return scale_columns(scale_columns(total.astype(scaled), x_scale, 0), d_scale, 1).astype(out_dtype)
+
+  return tgmm_ranges(
     x,
     d,
     starts,
     ends,
     multiply=lambda x, d: dot(x, d, (0, 0), precision, dtype),
+    finish=finish,
     k=x.shape[1],
     n=d.shape[1],
     acc_dtype=acc_dtype(dtype),
+    out_dtype=out_dtype,
   )
-  # 3. Scale, one factor after the other; a scale that is NaN must not reach empty groups.
-  out = out.astype(wide_dtype(out.dtype, preferred_element_type))
-  if x_scale is not None or d_scale is not None:
-    out = scale_columns(scale_columns(out, x_scale, 1), d_scale, 2)
-    out = jnp.where((ends > starts)[:, None, None], out, jnp.zeros((), out.dtype))
-  return out.astype(preferred_element_type)
 
 
 def _quantized(

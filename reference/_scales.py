@@ -49,11 +49,11 @@ def scale_groups(x: jax.Array, scale: jax.Array | None, starts: jax.Array, ends:
 
 
 def scale_columns(x: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
-  """x [g, k, n] times a scale [1, 1 or columns or columns / b] along `axis`."""
+  """x [..., k, n] times a scale [1, 1 or columns or columns / b] along k (axis 0) or n (axis 1)."""
   if scale is None:
     return x
-  columns = expand_scale(scale, (1, x.shape[axis]))[0].astype(x.dtype)
-  return x * columns.reshape((-1, 1) if axis == 1 else (1, -1))
+  columns = expand_scale(scale, (1, x.shape[axis - 2])).astype(x.dtype)
+  return x * (columns.reshape(-1, 1) if axis == 0 else columns.reshape(1, -1))
 
 
 def unscaled_rows(x: Operand, wide: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from gmm._groups import covered_rows, local_ranges
+from gmm._manual_axes import vary_alike, vary_over, varying_axes
 from gmm._protocol import Backend, Problem, Unsupported
 from gmm._qarray import Operand
 from gmm.reference._dots import acc_dtype, product_dtype, used_precision
 from gmm.reference._scales import scale_columns, scale_groups, scale_rows, split, unscaled_rows, wide_dtype
-from gmm.reference._vma import varying, varying_axes
 
 _WAY_OUT = "Use backend='reference', which can."
 
@@ -71,6 +71,7 @@ def gmm(
     w_scale = w_scale.swapaxes(1, 2)
 
   starts, ends = local_ranges(group_sizes, group_offset, w.shape[0])
+  x, w, starts, ends = vary_alike(x, w, starts, ends)
   covered = covered_rows(starts, ends, x.shape[0])[:, None]
   # 1. Multiply, with the first local group moved to row 0 and back.
   dtype = product_dtype(x.dtype, w.dtype)
@@ -113,6 +114,7 @@ def tgmm(
   wide = wide_dtype(lhs.dtype, dout.dtype)
   (x, x_scale), (d, d_scale) = unscaled_rows(lhs, wide), unscaled_rows(dout, wide)
   starts, ends = local_ranges(group_sizes, group_offset, num_groups)
+  x, d, starts, ends = vary_alike(x, d, starts, ends)
   covered = covered_rows(starts, ends, x.shape[0])[:, None]
   # 1. Multiply, with the first local group moved to row 0; what no group owns becomes zero.
   dtype = product_dtype(x.dtype, d.dtype)
@@ -122,7 +124,7 @@ def tgmm(
   out = _group_product(precision=used_precision(precision, dtype))(moved(x), moved(d), ends - starts)
   # 2. Scale, one factor after the other; a scale that is NaN must not reach empty groups.
   out = out.astype(wide_dtype(out.dtype, preferred_element_type))
-  out = scale_columns(scale_columns(out, x_scale, 1), d_scale, 2)
+  out = scale_columns(scale_columns(out, x_scale, 0), d_scale, 1)
   out = jnp.where((ends > starts)[:, None, None], out, jnp.zeros((), out.dtype))
   return out.astype(preferred_element_type)
 
@@ -193,7 +195,7 @@ def _over_groups(
   y: jax.Array,
   sizes: jax.Array,
 ) -> jax.Array:
-  zeros = varying(jnp.zeros(shape, acc_dtype(x.dtype)), varying_axes(x, y, sizes))
+  zeros = vary_over(varying_axes(x, y, sizes), jnp.zeros(shape, acc_dtype(x.dtype)))
   return lax.fori_loop(0, sizes.shape[0], group, zeros) if sizes.shape[0] else zeros
 
 

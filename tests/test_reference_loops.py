@@ -1,7 +1,7 @@
 """The reference backend against a numpy oracle: exact on small integers, whatever the groups.
 
 The conformance kit checks the clauses on every backend; here are the reference's own loops:
-window edges, group patterns that move them, every granularity of scale, and its batching.
+window edges, group patterns that move them, batching, memory. `xla` shares the tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gmm._qarray import QArray
 from gmm.reference import backend as reference
 from gmm.reference.xla import backend as xla
 
@@ -161,119 +160,6 @@ def test_group_offset_shards_add_up(backend):
     np.testing.assert_array_equal(np.concatenate(grads), oracle_tgmm(x, d, sizes))
 
 
-def powers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-  return 2.0 ** rng.integers(-2, 3, shape)
-
-
-def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
-    scale = scale if have in (1, want) else np.repeat(scale, want // have, axis)
-  return scale
-
-
-GMM_SCALES = {
-  "none": (None, None),
-  "weights only, per column": (None, (1, 1, "n")),
-  "tensor": ((1, 1), (1, 1, 1)),
-  "channel": (("m", 1), (1, 1, "n")),
-  "channel per group": (("m", 1), ("g", 1, "n")),
-  "blocks of lhs": (("m", 4), (1, 1, "n")),
-  "blocks of weights": (("m", 1), ("g", 4, "n")),
-  "equal blocks": (("m", 4), ("g", 4, "n")),
-  "unequal blocks": (("m", 6), ("g", 4, "n")),
-  "2-D blocks": (("m", 4), ("g", 4, 2)),
-  "2-D blocks shared by groups": (None, (1, 4, 2)),
-  "blocks of one": (("m", 24), (1, 24, 1)),
-}
-
-
-@pytest.mark.parametrize("scales", GMM_SCALES.values(), ids=list(GMM_SCALES))
-@pytest.mark.parametrize(
-  "dtypes", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2"), ("float8_e4m3fn", "int4")], ids=str
-)
-def test_scales_of_gmm(scales, dtypes):
-  """Power-of-two scales keep integers exact, so each granularity must hit the right element (QNT-1).
-
-  An operand without a scale is given as float. NaN scales of unused rows and groups must not show.
-  """
-  m, k, n, g = 70, 24, 6, 3
-  rng = np.random.default_rng(2)
-  sizes = np.array([37, 0, 20])
-  x, w = integers(rng, m, k), integers(rng, g, k, n)
-  size_of = {"m": m, "n": n, "g": g}
-  x_scale, w_scale = (s and powers(rng, *(size_of.get(d, d) for d in s)) for s in scales)
-  want = oracle_gmm(
-    x if x_scale is None else x * spread(x_scale, x.shape),
-    w if w_scale is None else w * spread(w_scale, w.shape),
-    sizes,
-  )
-  if x_scale is not None and x_scale.shape[0] == m:
-    x_scale[sizes.sum() :] = np.nan
-  if w_scale is not None and w_scale.shape[0] == g:
-    w_scale[1] = np.nan
-
-  def operand(values, scale, dtype):
-    if scale is None:
-      return jnp.asarray(values, jnp.bfloat16)
-    return QArray(jnp.asarray(values, jnp.float32).astype(dtype), jnp.asarray(scale, jnp.float32))
-
-  lhs, rhs = operand(x, x_scale, dtypes[0]), operand(w, w_scale, dtypes[1])
-  np.testing.assert_array_equal(run_gmm(reference, lhs, rhs, sizes), want)
-  np.testing.assert_array_equal(run_gmm(reference, lhs, rhs.swapaxes(1, 2), sizes, transpose_rhs=True), want)
-  along_k = any(s is not None and s.shape[1] > 1 for s in (x_scale, w_scale))
-  if not along_k:
-    np.testing.assert_array_equal(run_gmm(xla, lhs, rhs, sizes), want)
-    np.testing.assert_array_equal(run_gmm(xla, lhs, rhs.swapaxes(1, 2), sizes, transpose_rhs=True), want)
-
-
-TGMM_SCALES = {
-  "none": (None, None),
-  "tensor": ((1, 1), (1, 1)),
-  "columns": ((1, "k"), (1, "n")),
-  "column blocks": ((1, 4), (1, 2)),
-  "rows": (("m", 1), None),
-  "rows and columns": (("m", 1), (1, "n")),
-  "row blocks": ((7, "k"), (10, "n")),
-}
-
-
-@BACKENDS
-@pytest.mark.parametrize("scales", TGMM_SCALES.values(), ids=list(TGMM_SCALES))
-@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2"])
-def test_scales_of_tgmm(backend, scales, dtype):
-  """As for gmm; a scale that varies along the contracted rows goes into its operand."""
-  m, k, n = 70, 8, 6
-  rng = np.random.default_rng(3)
-  sizes = np.array([37, 0, 20])
-  x, d = integers(rng, m, k), integers(rng, m, n)
-  size_of = {"m": m, "k": k, "n": n}
-  x_scale, d_scale = (s and powers(rng, *(size_of.get(d, d) for d in s)) for s in scales)
-  scaled = lambda a, scale: a if scale is None else a * spread(scale, a.shape)
-  want = oracle_tgmm(scaled(x, x_scale), scaled(d, d_scale), sizes)
-  if x_scale is not None and x_scale.shape[0] == m:
-    x_scale[sizes.sum() :] = np.nan
-
-  def operand(values, scale):
-    if scale is None:
-      return jnp.asarray(values, jnp.bfloat16)
-    return QArray(jnp.asarray(values, jnp.float32).astype(dtype), jnp.asarray(scale, jnp.float32))
-
-  np.testing.assert_array_equal(run_tgmm(backend, operand(x, x_scale), operand(d, d_scale), sizes), want)
-
-
-@BACKENDS
-def test_nan_scale_of_all_leaves_unused_rows_and_groups_zero(backend):
-  """A shared scale that is NaN spreads over what is used, and no further (GMM-3)."""
-  sizes = np.array([3, 0])
-  codes, scale = jnp.ones((5, 2), jnp.int8), jnp.full((1, 1), jnp.nan)
-  out = run_gmm(backend, QArray(codes, scale), jnp.ones((2, 2, 4)), sizes)
-  assert np.isnan(out[:3]).all()
-  np.testing.assert_array_equal(out[3:], 0)
-  grad = run_tgmm(backend, QArray(codes, scale), jnp.ones((5, 4)), sizes)
-  assert np.isnan(grad[0]).all()
-  np.testing.assert_array_equal(grad[1], 0)
-
-
 @BACKENDS
 def test_int8_sums_are_integers(backend):
   """The running sum passes 2^24 + 1, which float32 does not hold (GMM-7), and -128 · -128 does not saturate."""
@@ -368,8 +254,29 @@ def test_shard_map_checks_varying_axes():
 
 def test_new_group_sizes_do_not_compile_again():
   """One program serves all group sizes of a shape (GMM-12)."""
-  fn = jax.jit(lambda x, w, s: reference.gmm(x, w, s, preferred_element_type="float32"))
+  traced = []
+
+  @jax.jit
+  def fn(x, w, sizes):
+    traced.append(sizes)
+    return reference.gmm(x, w, sizes, preferred_element_type="float32")
+
   x, w = jnp.ones((20, 3)), jnp.ones((4, 3, 2))
   for sizes in patterns(20, 4, np.random.default_rng(0)).values():
     fn(x, w, jnp.asarray(sizes, jnp.int32))
-  assert fn._cache_size() == 1
+  assert len(traced) == 1
+
+
+@pytest.mark.parametrize("op", ["gmm", "tgmm"])
+def test_memory_beyond_operands_and_results(op):
+  """Four weight slices and two m x (k + n) rows at most, for bfloat16 results too, however many groups."""
+  m, k, n, g = 512, 128, 256, 64
+  spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  sizes = jax.ShapeDtypeStruct((g,), jnp.int32)
+  if op == "gmm":
+    fn, second = functools.partial(reference.gmm, preferred_element_type="bfloat16"), spec(g, k, n)
+  else:
+    fn, second = functools.partial(reference.tgmm, num_groups=g, preferred_element_type="bfloat16"), spec(m, n)
+  analysis = jax.jit(fn).lower(spec(m, k), second, sizes).compile().memory_analysis()
+  assert analysis is not None
+  assert analysis.temp_size_in_bytes <= 4 * (4 * k * n + 2 * m * (k + n))
