@@ -62,9 +62,9 @@ def dequantize(x: Operand, dtype: Any = jnp.float32) -> jax.Array:
   return (x.qvalue.astype(jnp.float32) * expand_scale(x.scale, x.shape)).astype(dtype)
 
 
-def expand_scale(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Repeats a block scale to `shape` (dimensions of size 1 stay 1) as float32."""
-  scale = scale.astype(jnp.float32)
+def expand_scale(scale: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+  """Repeats a block scale to `shape` (dimensions of size 1 stay 1), as float32 or another dtype."""
+  scale = scale.astype(dtype)
   for axis, (have, want) in enumerate(zip(scale.shape, shape, strict=True)):
     if have not in (1, want):
       scale = jnp.repeat(scale, want // have, axis=axis)

@@ -192,9 +192,9 @@ def _block_gmm(
   # their operand: [m, blocks] and [g, blocks, 1 or n or n / b].
   lhs, rhs = {"x": x}, {"w": w}
   if x_scale is not None and x_scale.shape[1] > 1:
-    lhs["scale"] = jnp.broadcast_to(expand_scale(x_scale, (m, blocks)), (m, blocks))
+    lhs["scale"] = jnp.broadcast_to(expand_scale(x_scale, (m, blocks), wide), (m, blocks))
   if w_scale is not None and w_scale.shape[1] > 1:
-    per_block = expand_scale(w_scale, (w_scale.shape[0], blocks, w_scale.shape[2]))
+    per_block = expand_scale(w_scale, (w_scale.shape[0], blocks, w_scale.shape[2]), wide)
     rhs["scale"] = jnp.broadcast_to(per_block, (g, *per_block.shape[1:]))
 
   def multiply(lhs: dict[str, jax.Array], rhs: dict[str, jax.Array]) -> jax.Array:
@@ -203,10 +203,10 @@ def _block_gmm(
       w = lax.dynamic_slice_in_dim(rhs["w"], i * size, size, axis=k_axis)
       part = dot(x, w, (1, k_axis), precision, dtype).astype(wide)
       if "scale" in lhs:
-        part = part * lax.dynamic_slice_in_dim(lhs["scale"], i, 1, axis=1).astype(wide)
+        part = part * lax.dynamic_slice_in_dim(lhs["scale"], i, 1, axis=1)
       if "scale" in rhs:
         row = lax.dynamic_slice_in_dim(rhs["scale"], i, 1, axis=0)
-        part = part * expand_scale(row, (1, n)).astype(wide)
+        part = part * expand_scale(row, (1, n), wide)
       return part
 
     return lax.fori_loop(jnp.int32(1), jnp.int32(blocks), lambda i, acc: acc + block(i), block(jnp.int32(0)))

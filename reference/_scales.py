@@ -37,14 +37,14 @@ def common_blocks(k: int, lhs_scale: jax.Array | None, rhs_scale: jax.Array | No
 
 def scale_rows(x: jax.Array, scale: jax.Array | None) -> jax.Array:
   """x [m, n] times a scale [1 or m or m / b, 1] of its rows."""
-  return x if scale is None else x * expand_scale(scale, (x.shape[0], 1)).astype(x.dtype)
+  return x if scale is None else x * expand_scale(scale, (x.shape[0], 1), x.dtype)
 
 
 def scale_groups(x: jax.Array, scale: jax.Array | None, starts: jax.Array, ends: jax.Array) -> jax.Array:
   """x [m, n] times a scale [1 or g, 1, 1 or n or n / b] of each row's own group."""
   if scale is None:
     return x
-  factors = expand_scale(scale, (scale.shape[0], 1, x.shape[1]))[:, 0].astype(x.dtype)
+  factors = expand_scale(scale, (scale.shape[0], 1, x.shape[1]), x.dtype)[:, 0]
   return x * (factors if factors.shape[0] == 1 else factors[row_groups(starts, ends, x.shape[0])])
 
 
@@ -52,7 +52,7 @@ def scale_columns(x: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array
   """x [..., k, n] times a scale [1, 1 or columns or columns / b] along k (axis 0) or n (axis 1)."""
   if scale is None:
     return x
-  columns = expand_scale(scale, (1, x.shape[axis - 2])).astype(x.dtype)
+  columns = expand_scale(scale, (1, x.shape[axis - 2]), x.dtype)
   return x * (columns.reshape(-1, 1) if axis == 0 else columns.reshape(1, -1))
 
 
@@ -61,4 +61,4 @@ def unscaled_rows(x: Operand, wide: Any) -> tuple[jax.Array, jax.Array | None]:
   values, scale = split(x)
   if scale is None or scale.shape[0] == 1:
     return values, scale
-  return values.astype(wide) * expand_scale(scale, x.shape).astype(wide), None
+  return values.astype(wide) * expand_scale(scale, x.shape, wide), None
