@@ -73,7 +73,9 @@ def test_layer_equals_a_loop_over_tokens(backend, top_k):
   config = dataclasses.replace(CONFIG, top_k=top_k)
   params, x = integer_layer(config, tokens=37, seed=top_k)
   if top_k == 5:  # distinct logits: weights (1, 0, 0, 0, 0)
-    params = dataclasses.replace(params, gate=jnp.zeros_like(params.gate).at[0].set(128 * jnp.arange(5, dtype=jnp.float32)))
+    params = dataclasses.replace(
+      params, gate=jnp.zeros_like(params.gate).at[0].set(128 * jnp.arange(5, dtype=jnp.float32))
+    )
   got = moe_layer(params, x, config=config, backend=backend)
   np.testing.assert_array_equal(got, layer_by_token(params, x, top_k))
 
@@ -183,6 +185,17 @@ def test_router_is_float32_for_bfloat16_tokens():
   routing = route(jnp.ones((1, 1), jnp.bfloat16), gate, top_k=1)
   assert routing.logits.dtype == routing.weights.dtype == jnp.float32
   assert int(routing.experts[0, 0]) == 1
+
+
+def test_softmax_is_rounded_only_when_asked():
+  """Two logits 2^-3 apart: float32 keeps the weights' digits, bfloat16 rounds each step, under jit too."""
+  x, gate = jnp.ones((1, 1)), jnp.asarray([[0.0, 0.125]], jnp.float32)
+  at = jax.jit(lambda dtype: route(x, gate, top_k=2, softmax_dtype=dtype).weights, static_argnums=0)
+  exact = 1 / (1 + np.exp(-0.125))
+  assert abs(float(at("float32")[0, 0]) - exact) < 2.0**-23
+  exp = float(jnp.bfloat16(np.exp(-0.125)))  # e^-1/8, then 1 + e^-1/8, then the quotients
+  total = float(jnp.bfloat16(1 + exp))
+  np.testing.assert_array_equal(at("bfloat16")[0], [float(jnp.bfloat16(1 / total)), float(jnp.bfloat16(exp / total))])
 
 
 def test_permute_sorts_by_expert_and_keeps_token_order():

@@ -22,6 +22,8 @@ class MoeConfig:
     weight_dtype: name of the dtype that `init_params` stores the experts' weights in. The
       draw is float32 either way; the layer casts to `dtype`, so storing `dtype` right away
       halves the memory and changes neither the output nor, up to a cast, the gradients.
+    softmax_dtype: name of the dtype that the softmax over a token's chosen logits is rounded to;
+      the logits themselves are float32.
   """
 
   num_experts: int
@@ -30,6 +32,7 @@ class MoeConfig:
   mlp: int
   dtype: str = "bfloat16"
   weight_dtype: str = "float32"
+  softmax_dtype: str = "float32"
 
   def __post_init__(self):
     for field in ("num_experts", "top_k", "embed", "mlp"):
@@ -37,7 +40,7 @@ class MoeConfig:
         raise ValueError(f"MoeConfig.{field} must be at least 1, got {getattr(self, field)}.")
     if self.top_k > self.num_experts:
       raise ValueError(f"top_k must be at most num_experts ({self.num_experts}), got {self.top_k}.")
-    for field in ("dtype", "weight_dtype"):
+    for field in ("dtype", "weight_dtype", "softmax_dtype"):
       dtype = jnp.dtype(getattr(self, field))
       if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"MoeConfig.{field} must be a float dtype, got {dtype.name}.")

@@ -32,7 +32,7 @@ def moe_dense(params: MoeParams, x: jax.Array, *, config: MoeConfig) -> jax.Arra
   dtype = jnp.dtype(config.dtype)
   tokens = x.astype(dtype).reshape(-1, config.embed)
 
-  routing = route(tokens, params.gate, top_k=config.top_k)
+  routing = route(tokens, params.gate, top_k=config.top_k, softmax_dtype=config.softmax_dtype)
   chosen = jax.nn.one_hot(routing.experts, config.num_experts, dtype=jnp.float32)  # [tokens, top_k, experts]
   weights = jnp.sum(chosen * routing.weights[:, :, None], axis=1)  # [tokens, experts]
 

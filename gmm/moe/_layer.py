@@ -46,7 +46,7 @@ def moe_layer(
   dtype = jnp.dtype(config.dtype)
   tokens = x.astype(dtype).reshape(-1, config.embed)
 
-  routing = route(tokens, params.gate, top_k=config.top_k)
+  routing = route(tokens, params.gate, top_k=config.top_k, softmax_dtype=config.softmax_dtype)
   rows, group_sizes, slots = permute(tokens, routing.experts, config.num_experts)
   rows = expert_mlp(
     rows,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gmm._groups import group_sizes_from_ids
+from gmm.moe._gate import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -27,22 +28,30 @@ class Routing:
   weights: Any
 
 
-def route(x: jax.Array, gate: jax.Array, *, top_k: int) -> Routing:
+def route(x: jax.Array, gate: jax.Array, *, top_k: int, softmax_dtype: Any = jnp.float32) -> Routing:
   """Chooses `top_k` experts for each token.
 
   Args:
     x: tokens, [tokens, embed], any float dtype.
     gate: router weights, [embed, experts].
     top_k: experts per token.
+    softmax_dtype: dtype that the softmax over the chosen logits is rounded to, step by step.
 
   Returns:
-    `Routing`, all float parts in float32 whatever the dtype of `x`: bfloat16 logits would send
-    tokens to other experts.
+    `Routing`. Logits are float32 whatever the dtype of `x`: bfloat16 ones would send tokens to
+    other experts.
   """
   # HIGHEST: a default float32 dot on TPU is a single bfloat16 pass.
   logits = jnp.dot(x.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
   chosen, experts = jax.lax.top_k(logits, top_k)
-  return Routing(logits=logits, experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
+  return Routing(logits=logits, experts=experts, weights=_softmax(chosen, softmax_dtype))
+
+
+def _softmax(x: jax.Array, dtype: Any) -> jax.Array:
+  """Softmax along the last axis of a float32 array, every step (and its gradient) rounded to dtype."""
+  step = lambda y: rounded(y, dtype).astype(jnp.float32)
+  exp = step(jnp.exp(step(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))))
+  return step(exp / step(jnp.sum(exp, axis=-1, keepdims=True)))
 
 
 def load_balance_loss(routing: Routing) -> jax.Array:

@@ -33,7 +33,16 @@ class TableConfig:
   def moe(self) -> MoeConfig:
     # The experts' weights are held in bfloat16, which is what the layer multiplies. Gradients
     # with respect to float32 weights would be these very numbers, cast.
-    return MoeConfig(num_experts=8, top_k=2, embed=self.embed, mlp=self.mlp, weight_dtype="bfloat16")
+    # The published layer's softmax over the chosen two is bfloat16: its rounding, amplified where two
+    # logits are near, is a good part of the published grad_gate of every recipe.
+    return MoeConfig(
+      num_experts=8,
+      top_k=2,
+      embed=self.embed,
+      mlp=self.mlp,
+      weight_dtype="bfloat16",
+      softmax_dtype="bfloat16",
+    )
 
   @property
   def weight_range(self) -> float:
