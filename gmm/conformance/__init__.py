@@ -1,1 +1,18 @@
-"""."""
+"""Property checks that hold any backend to SPEC.md.
+
+`check_backend(backend)` runs them and reports; `checks()` lists them; each draws `Case`s.
+"""
+
+from gmm.conformance._bounds import error_bound as error_bound
+from gmm.conformance._case import Case as Case
+from gmm.conformance._parallel import check_in_processes as check_in_processes
+from gmm.conformance._registry import Check as Check
+from gmm.conformance._registry import Violation as Violation
+from gmm.conformance._report import as_json as as_json
+from gmm.conformance._report import print_report as print_report
+from gmm.conformance._run import Report as Report
+from gmm.conformance._run import Result as Result
+from gmm.conformance._run import check_backend as check_backend
+from gmm.conformance._run import check_backends as check_backends
+from gmm.conformance._run import checks as checks
+from gmm.conformance._run import run_check as run_check

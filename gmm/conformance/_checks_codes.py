@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,12 @@ def _formula(x: np.ndarray, quant: Quant, axes: tuple[int, ...]) -> tuple[np.nda
   return codes.astype(numpy_dtype(quant.qtype)), scale.astype(_BF16)
 
 
-_AXES = {("channel", "rows"): (1,), ("channel", "cols"): (0,), ("tensor", "rows"): (0, 1), ("channel", "rhs"): (0, 1)}
+_AXES: dict[tuple[Any, Any], tuple[int, ...]] = {
+  ("channel", "rows"): (1,),
+  ("channel", "cols"): (0,),
+  ("tensor", "rows"): (0, 1),
+  ("channel", "rhs"): (0, 1),
+}
 
 
 @check(
@@ -50,7 +56,7 @@ def codes_by_formula(backend: Backend, case: Case) -> None:
       quant = Quant(qtype=qtype, granularity=granularity)
       codes, scale = _formula(x, quant, axes)
       for how, run in (("eager", quantize), ("jit", _JIT)):
-        got = run(x if how == "jit" else jnp.asarray(x), quant, kind)
+        got = run(jnp.asarray(x), quant, kind)
         expect_equal(got.scale, scale, f"{how} scale of {qtype} {granularity} {kind}")
         expect_equal(got.qvalue, codes, f"{how} codes of {qtype} {granularity} {kind}")
 
@@ -58,7 +64,7 @@ def codes_by_formula(backend: Backend, case: Case) -> None:
 _JIT = jax.jit(quantize, static_argnums=(1, 2))
 
 _ONCE = (None,)
-_SHAPES = (
+_SHAPES: tuple[tuple[Any, Any, tuple[int, ...]], ...] = (
   ("rows", "tensor", (1, 1)),
   ("rows", "channel", (6, 1)),
   ("rows", 4, (6, 2)),
@@ -97,11 +103,13 @@ def tiny_scales(backend: Backend, case: None) -> None:
   for dtype in (jnp.bfloat16, jnp.float32):
     x = jnp.asarray(rows, dtype)
     got = quantize(x, Quant(qtype="float8_e4m3fn"))
-    expect_equal(got.scale.astype(jnp.float32)[:, 0], np.float32([1, 1, tiny, tiny, 2.0**-63, 2.0**-64]), "scale")
-    expect_equal(got.qvalue.astype(jnp.float32)[:, 0], np.float32([0, 0, 1, 256, 448, 448]), "code")
+    expect_equal(
+      got.scale.astype(jnp.float32)[:, 0], np.array([1, 1, tiny, tiny, 2.0**-63, 2.0**-64], np.float32), "scale"
+    )
+    expect_equal(got.qvalue.astype(jnp.float32)[:, 0], np.array([0, 0, 1, 256, 448, 448], np.float32), "code")
     got = quantize(x, Quant(qtype="float8_e4m3fn", tiny_scale="qwix"))
-    expect_equal(got.scale.astype(jnp.float32)[:, 0], np.float32([1, 1, 1, 1, 2.0**-63, 1]), "qwix scale")
-    expect_equal(got.qvalue.astype(jnp.float32)[:, 0], np.float32([0, 0, 0, 0, 448, 0]), "qwix code")
+    expect_equal(got.scale.astype(jnp.float32)[:, 0], np.array([1, 1, 1, 1, 2.0**-63, 1], np.float32), "qwix scale")
+    expect_equal(got.qvalue.astype(jnp.float32)[:, 0], np.array([0, 0, 0, 0, 448, 0], np.float32), "qwix code")
 
 
 @check("QNT-5", "saturation, -128, NaN and Inf have exact values", _ONCE, "library")
@@ -120,10 +128,13 @@ def special_values(backend: Backend, case: None) -> None:
   # An integer's own bound is half a step past its largest code, and ties go to even: with
   # absmax 127.5 the scale is 1, -127.5 is -128 and 127.5 saturates at 127.
   got = quantize(jnp.array([[-127.5, 127.5, 0.5, 1.5, -2.5]]), Quant(qtype="int8"))
-  expect_equal(got.qvalue.astype(jnp.int32), np.int32([[-128, 127, 0, 2, -2]]), "int8 codes with scale 1")
+  expect_equal(got.qvalue.astype(jnp.int32), np.array([[-128, 127, 0, 2, -2]], np.int32), "int8 codes with scale 1")
   nan = jnp.array([[np.nan, 1.0], [2.0, 1.0]], jnp.float32)
   got = quantize(nan, Quant(qtype="int8"))
-  expect(bool(np.isnan(got.scale[0, 0])) and float(got.scale[1, 0]) == 2 / 127.5, f"scales with a NaN row: {got.scale}")
+  expect(
+    bool(np.isnan(got.scale[0, 0])) and got.scale[1, 0] == np.float32(2) / np.float32(127.5),
+    f"scales with a NaN row: {got.scale}",
+  )
   fixed = Quant(qtype="int8", calibration="fixed,-1,1")
   expect(bool(np.isnan(quantize(nan, fixed).scale).all()), "a NaN under a fixed integer range must make the scale NaN")
   carried = np.asarray(quantize(nan, dataclasses.replace(fixed, qtype="float8_e4m3fn")).qvalue).astype(np.float32)

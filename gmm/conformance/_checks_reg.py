@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def bad_arguments(backend: Backend, case: Case) -> None:
 
   untouched = dataclasses.replace(backend, gmm=never, tgmm=never)
   codes = jnp.ones((case.m, case.k), jnp.int8)
-  for what, words, args, kwargs in (
+  bad: tuple[tuple[str, str, tuple, dict[str, Any]], ...] = (
     ("k differs", "k = 16", (case.lhs, case.rhs[:, :5], case.sizes), {}),
     ("float sizes", "float64", (case.lhs, case.rhs, case.sizes / 1.0), {}),
     ("sum past m", "sum to 9", (case.lhs, case.rhs, np.array([4, 5])), {}),
@@ -159,7 +160,8 @@ def bad_arguments(backend: Backend, case: Case) -> None:
     ("no scale", "without their scale", (codes, case.rhs, case.sizes), {}),
     ("scale rank", "(8,)", (QArray(codes, jnp.ones(8)), case.rhs, case.sizes), {}),
     ("recipe", "fp9", (case.lhs, case.rhs, case.sizes), {"recipe": "fp9"}),
-  ):
+  )
+  for what, words, args, kwargs in bad:
     try:
       _op.gmm(*args, backend=untouched, **kwargs)
     except (ValueError, TypeError) as error:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gmm._qarray import Operand, QArray
-from gmm._quantize import apply_prescale, quantize
+from gmm._quantize import Kind, apply_prescale, quantize
 from gmm._recipe import recipe
 from gmm.conformance import _oracle
 from gmm.conformance._case import Case
@@ -32,7 +32,8 @@ def backward_operands(case: Case) -> tuple[tuple[Operand, Operand], tuple[Operan
   rule, ranges = recipe(case.recipe), _ranges(case)
   lhs, rhs = forward_operands(case)
   sides = []
-  for kind, codes in (("rows", rhs), ("cols", lhs)):
+  pairs: tuple[tuple[Kind, Operand], ...] = (("rows", rhs), ("cols", lhs))
+  for kind, codes in pairs:
     factor = None
     if isinstance(codes, QArray):
       factor = codes.scale[:, 0, :] if kind == "rows" else codes.scale

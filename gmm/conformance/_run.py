@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import hypothesis
+import hypothesis.errors
 
 from gmm import _registry as backend_registry
 from gmm._protocol import Backend, Unsupported
@@ -207,7 +208,7 @@ def _run_cases(check: Check, backend: Backend, examples: int, seed: int, run: Ca
     deadline=None,  # the first example of a shape compiles
     database=None,  # the same cases on every machine
     report_multiple_bugs=False,
-    suppress_health_check=list(hypothesis.HealthCheck),  # they measure time, which is compilation here
+    suppress_health_check=tuple(hypothesis.HealthCheck),  # they measure time, which is compilation here
     phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
     verbosity=hypothesis.Verbosity.quiet,
   )

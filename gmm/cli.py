@@ -1,0 +1,146 @@
+"""The command `gmm`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+CONFORMS, FAILS, CANNOT_LOAD, NOTHING_RAN = 0, 1, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs `gmm check`, `gmm table`, `gmm bench` or `gmm backends`.
+
+  Args:
+    argv: the command line after `gmm`; None for the process's own.
+
+  Returns:
+    0 when all that ran conforms, 1 when something fails, 2 when a backend, recipe or argument
+    is unknown or cannot be loaded, 3 when nothing ran.
+  """
+  argv = list(sys.argv[1:] if argv is None else argv)
+  if argv and argv[0] == "table":
+    from gmm import table
+
+    return table.main(argv[1:])
+  if argv and argv[0] == "bench":
+    from gmm import bench
+
+    return bench.main(argv[1:])
+  options = _parser().parse_args(argv)
+  if options.command == "backends":
+    return _list_backends()
+  try:
+    return _check(options)
+  except (ValueError, ImportError) as error:
+    print(f"gmm check: {error}", file=sys.stderr)
+    return CANNOT_LOAD
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(prog="gmm", description="Grouped matrix multiplication, held to one specification.")
+  commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+  check = commands.add_parser("check", help="hold backends to SPEC.md, then compute the published MoE table")
+  check.add_argument("backend", nargs="*", metavar="BACKEND", help="names (default: every backend that loads)")
+  check.add_argument("--clause", default="*", metavar="GLOB", help="only clauses that match, for example 'VJP-*'")
+  check.add_argument("--profile", choices=("quick", "default", "thorough"), default="default", help="how many cases")
+  check.add_argument("--seed", type=int, default=0, help="another seed draws other cases")
+  check.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
+  check.add_argument("--no-table", action="store_true", help="leave the MoE table out")
+  check.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything as JSON")
+  commands.add_parser("table", help="the published MoE table (gmm table --help)")
+  commands.add_parser("bench", help="benchmarks (gmm bench --help)")
+  commands.add_parser("backends", help="list the backends and whether they load")
+  return parser
+
+
+def _list_backends() -> int:
+  import gmm
+
+  for name, problem in gmm.backends().items():
+    print(f"{name:14s} {'ok' if problem is None else problem}")
+  return CONFORMS
+
+
+def _check(options: argparse.Namespace) -> int:
+  import rich.console
+
+  import gmm
+  from gmm import conformance
+
+  console = rich.console.Console()
+  if not console.is_terminal:
+    console.width = 120  # rather than rich's 80 for a file or a pipe
+  listed = gmm.backends()
+  names = options.backend or [name for name, problem in listed.items() if problem is None]
+  for name in names:
+    gmm.get_backend(name)  # an unknown or broken one is an error before anything runs
+  if not options.backend:
+    for problem in listed.values():
+      if problem is not None:
+        console.print(f"[yellow]left out[/] {problem}", highlight=False)
+  report = _run_checks(names, options, console)
+  conformance.print_report(report, console)
+  found: dict[str, Any] = {"conformance": conformance.as_json(report)}
+  holds = report.conforms
+  if not options.no_table and options.clause == "*":
+    table_holds, found["tables"] = _run_tables(names, console)
+    holds = holds and table_holds
+  if options.json is not None:
+    options.json.write_text(json.dumps(found, indent=2) + "\n")
+  if not any(r.ran for r in report.results):
+    return NOTHING_RAN
+  console.print("[bold green]conforms[/]" if holds else "[bold red]does not conform[/]")
+  return CONFORMS if holds else FAILS
+
+
+def _run_checks(names, options, console):
+  from gmm import conformance
+
+  total = sum(c.scope == "library" for c in conformance.checks(options.clause))
+  total += len(names) * sum(c.scope == "backend" for c in conformance.checks(options.clause))
+  with _progress(console) as bar:
+    task = bar.add_task("checking", total=total)
+
+    def on_result(result: conformance.Result) -> None:
+      bar.update(task, advance=1, description=f"{result.backend} {result.check.clause}")
+      if result.status in ("failed", "suite error"):
+        bar.console.print(f"[bold red]{result.status}[/] {result.backend} {result.check.id}", highlight=False)
+
+    return conformance.check_in_processes(
+      names, options.clause, profile=options.profile, seed=options.seed, on_result=on_result, jobs=options.jobs
+    )
+
+
+def _run_tables(names, console):
+  """The MoE table: `small` for compiled backends, `tiny` for interpreted ones beside the reference."""
+  import gmm
+  from gmm import table
+
+  interpreted = [n for n in names if gmm.get_backend(n).interpreted()]
+  compiled = [n for n in names if n not in interpreted]
+  runs = [("small", compiled)] if compiled else []
+  if interpreted:
+    runs.append(("tiny", ["reference", *interpreted]))
+  holds, found = True, []
+  with _progress(console) as bar:
+    for config, backends in runs:
+      task = bar.add_task(f"MoE table {config}", total=1 + len(backends) * len(table.SCHEMES))
+      step = lambda what, task=task: bar.update(task, advance=1, description=f"MoE table: {what}")
+      computed = table.compute(table.CONFIGS[config], backends, table.SCHEMES, progress=step)
+      judged = table.criteria(computed)
+      table.print_table(computed, judged, bar.console)
+      holds = holds and all(c.ok for c in judged)
+      found.append(table.as_json(computed, judged))
+  return holds, found
+
+
+def _progress(console):
+  import rich.progress
+
+  columns = (*rich.progress.Progress.get_default_columns(), rich.progress.TimeElapsedColumn())
+  return rich.progress.Progress(*columns, console=console, transient=True)

@@ -1,0 +1,81 @@
+"""The same checks in several processes: nearly all of their time is compilation, which uses one core."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gmm import _registry
+from gmm.conformance._run import Profile, Report, Result, checks, plan, run_check
+
+
+def check_in_processes(
+  backends: Sequence[str],
+  clauses: str = "*",
+  *,
+  profile: Profile = "default",
+  seed: int = 0,
+  on_result: Callable[[Result], None] | None = None,
+  jobs: int | None = None,
+) -> Report:
+  """`check_backends` spread over processes, one backend at a time in each.
+
+  Args:
+    backends: names; the processes find them by name again.
+    clauses, profile, seed, on_result: as in `check_backends`.
+    jobs: number of processes; None for one per core, at most one per backend.
+
+  Returns:
+    Report, in the same order and with the same cases as in one process.
+
+  Raises:
+    RuntimeError: a process died.
+  """
+  begun = time.monotonic()
+  by_id = {c.id: c for c in checks(clauses)}
+  order = [(c.id, b.name) for c, b in plan([_registry.get_backend(b) for b in backends], tuple(by_id.values()))]
+  # The reference's part and the library's go last: they are short, and fill the gaps.
+  tasks = sorted(backends, key=lambda name: name == "reference")
+  jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
+  context = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
+  todo, done = context.Queue(), context.Queue()
+  for name in [*tasks, *[None] * jobs]:
+    todo.put(name)
+  workers = [
+    context.Process(target=_work, args=(todo, done, clauses, profile, seed, tasks[-1]), daemon=True)
+    for _ in range(jobs)
+  ]
+  for worker in workers:
+    worker.start()
+  results: dict[tuple[str, str], Result] = {}
+  while len(results) < len(order):
+    try:
+      check_id, ran_on, fields = done.get(timeout=1)
+    except queue.Empty:
+      dead = [w.exitcode for w in workers if w.exitcode not in (None, 0)]
+      if dead:
+        raise RuntimeError(f"A checking process died with exit code {dead[0]}; run with jobs=1 to see why.") from None
+      continue
+    result = results[(check_id, ran_on)] = Result(check=by_id[check_id], **fields)
+    if on_result is not None:
+      on_result(result)
+  for worker in workers:
+    worker.join()
+  ordered = tuple(results[key] for key in order)
+  return Report(ordered, profile, seed, time.monotonic() - begun)
+
+
+def _work(todo: Any, done: Any, clauses: str, profile: Profile, seed: int, last: str) -> None:
+  """Runs backends from `todo` until it says None; the library's own checks go with the last one."""
+  while (name := todo.get()) is not None:
+    for check, backend in plan([_registry.get_backend(name)], checks(clauses)):
+      if check.scope == "library" and name != last:
+        continue
+      result = run_check(check, backend, profile=profile, seed=seed)
+      fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "check"}
+      done.put((check.id, backend.name, fields))

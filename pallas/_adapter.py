@@ -1,0 +1,273 @@
+"""What a public TPU kernel needs around it to keep SPEC, shared by the adapters.
+
+The kernels multiply float32 or bfloat16 rows that fill whole tiles, for group sizes that add
+up to all rows. Around them, in plain jax.numpy:
+
+- Groups: sizes become [rows before, the local groups, rows after], which always add up to the
+  padded rows, and the kernel is given the local groups as a shard of these (group_offset = 1).
+  So slack rows, padding and a group_offset are one case.
+- Rows: m is padded to the tile, and rows of no local group are zeroed before and selected to
+  zero after, so that nothing in them is ever multiplied. Cost: one pass over lhs and one over
+  the result.
+- Codes: fp8 and int8 are exact in bfloat16 (or float32 beside a float32 operand), so they are
+  cast, and their scales multiply the float32 result outside: one more pass over the result.
+- vmap and shard_map: see `_opaque`; vmap calls the kernel once for each element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gmm._groups import covered_rows, local_ranges, row_groups
+from gmm._protocol import Backend, Problem, Tile
+from gmm._qarray import Operand, QArray
+from gmm.pallas._opaque import opaque
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+  """A public kernel as the adapter calls it.
+
+  Attributes:
+    name: of the backend.
+    gmm: (lhs [m, k], rhs [g, k, n] or [g, n, k], sizes int32 [g + 2], *, tile, transpose_rhs,
+      precision, interpret) -> float32 [m, n]; m is a multiple of tile_m, sizes add up to m and
+      rhs holds the groups 1 to g of them.
+    tgmm: (lhs [m, k], dout [m, n], sizes int32 [g + 2], *, num_groups, tile, precision,
+      interpret) -> float32 [g, k, n].
+    auto_rank: as in `Backend`.
+  """
+
+  name: str
+  gmm: Callable[..., jax.Array]
+  tgmm: Callable[..., jax.Array]
+  auto_rank: tuple[tuple[str, int], ...]
+
+
+def make_backend(kernel: Kernel, interpret: bool | None) -> Backend:
+  """Returns the backend of a kernel; interpret None looks at the platform when it is called."""
+  return Backend(
+    name=kernel.name,
+    gmm=_Call(_gmm, kernel, interpret),
+    tgmm=_Call(_tgmm, kernel, interpret),
+    supports=_Call(_supports, kernel, interpret),
+    auto_rank=kernel.auto_rank,
+    int_accumulator="float32",  # int8 codes go through the bfloat16 kernel
+    interpreted=_Call(_is_interpreted, kernel, interpret),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """`function` of this kernel: a partial application that is equal by value, as a Backend must be."""
+
+  function: Callable[..., Any]
+  kernel: Kernel
+  interpret: bool | None
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self.function(self.kernel, self.interpret, *args, **kwargs)
+
+
+class _Run(NamedTuple):
+  """A kernel with its static arguments, hashable so that a program is compiled once."""
+
+  kernel: Callable[..., jax.Array]
+  tile: Tile
+  precision: Any
+  interpret: bool
+  transpose_rhs: bool | None = None
+  num_groups: int | None = None
+
+  def __call__(self, *operands: jax.Array) -> jax.Array:
+    given = {k: v for k, v in self._asdict().items() if v is not None or k == "precision"}
+    del given["kernel"]
+    return self.kernel(*operands, **given)
+
+
+def _is_interpreted(kernel: Kernel, interpret: bool | None) -> bool:
+  del kernel
+  return jax.default_backend() != "tpu" if interpret is None else interpret
+
+
+def _supports(kernel: Kernel, interpret: bool | None, problem: Problem) -> str | None:
+  del interpret
+  use = f"Use backend='reference', which can, instead of {kernel.name!r}."
+  if problem.fused_steps:
+    return f"It does not {problem.fused_steps[0]} inside: do that outside."
+  for name, operand, contracted in (
+    ("lhs", problem.lhs, 0 if problem.pass_ == "drhs" else 1),
+    ("rhs", problem.rhs, 0 if problem.pass_ == "drhs" else 2 if problem.transpose_rhs else 1),
+  ):
+    if operand.dtype == "int4":
+      return f"{name} has int4 codes, which the kernel does not take; int8 and fp8 it does. {use}"
+    if operand.dtype == "float64":
+      return f"{name} is float64, and the kernel multiplies float32 at most. {use}"
+    if operand.scale_shape is not None:
+      blocks = [s not in (1, d) for s, d in zip(operand.scale_shape, operand.shape, strict=True)]
+      if operand.scale_shape[contracted] != 1 or any(blocks):
+        return (
+          f"{name} has a scale {operand.scale_shape} in blocks or along the contracting axis, and scales are "
+          f"multiplied into the result here: one per row or output column is needed. {use}"
+        )
+  if problem.out_dtype == "float64":
+    return f"The result is float64, and the kernel accumulates in float32. {use}"
+  if isinstance(problem.precision, jax.lax.DotAlgorithmPreset):
+    return f"precision is the preset {problem.precision.name}; give a jax.lax.Precision. {use}"
+  return None
+
+
+def _gmm(
+  kernel: Kernel,
+  interpret: bool | None,
+  lhs: Operand,
+  rhs: Operand,
+  group_sizes: jax.Array,
+  *,
+  lhs_quant: Any = None,
+  lhs_prescale: Any = None,
+  group_offset: jax.Array | None = None,
+  transpose_rhs: bool = False,
+  partial_sum: jax.Array | None = None,
+  precision: Any = None,
+  preferred_element_type: Any,
+  tiling: Tile | None = None,
+) -> jax.Array:
+  """`Backend.gmm` around a kernel."""
+  assert lhs_quant is None  # declined in supports
+  assert lhs_prescale is None
+  (x, x_scale), (w, w_scale) = _split(lhs), _split(rhs)
+  (m, k), (g, n) = x.shape, (w.shape[0], w.shape[1 if transpose_rhs else 2])
+  x, w = _same_float(x, w)
+  starts, ends = local_ranges(group_sizes, group_offset, g)
+  covered = covered_rows(starts, ends, m)[:, None]
+  if 0 in (m, k, n, g):
+    out = jnp.zeros((m, n), jnp.float32)
+  else:
+    interpreted = _is_interpreted(kernel, interpret)
+    tile = _tile(tiling, (m, k, n), interpreted)
+    # 1. Rows: padded to the tile, and zero where no local group owns them.
+    rows = _pad_rows(jnp.where(covered, x, jnp.zeros((), x.dtype)), tile[0])
+    # 2. Groups: sizes add up to all rows; the local groups are 1 to g.
+    sizes = _all_sizes(starts, ends, rows.shape[0])
+    # 3. Multiply, and keep the rows that a local group owns: the others were never written.
+    run = _Run(
+      kernel.gmm, tile=tile, transpose_rhs=transpose_rhs, precision=_precision(precision, x), interpret=interpreted
+    )
+    out = jnp.where(covered, opaque(run, (rows.shape[0], n), rows, w, sizes)[:m], 0.0)
+  # 4. Scales, one after the other; one that is NaN must not reach rows of no group.
+  if x_scale is not None:
+    out = out * x_scale.astype(jnp.float32)
+  if w_scale is not None and g:
+    columns = (w_scale.swapaxes(1, 2) if transpose_rhs else w_scale)[:, 0, :].astype(jnp.float32)
+    out = out * (columns if columns.shape[0] == 1 else columns[row_groups(starts, ends, m)])
+  out = jnp.where(covered, out, 0.0)
+  # 5. Add, and round once.
+  if partial_sum is not None:
+    out = out + partial_sum.astype(jnp.float32)
+  return out.astype(preferred_element_type)
+
+
+def _tgmm(
+  kernel: Kernel,
+  interpret: bool | None,
+  lhs: Operand,
+  dout: Operand,
+  group_sizes: jax.Array,
+  *,
+  num_groups: int,
+  lhs_quant: Any = None,
+  dout_quant: Any = None,
+  dout_prescale: Any = None,
+  group_offset: jax.Array | None = None,
+  precision: Any = None,
+  preferred_element_type: Any,
+  tiling: Tile | None = None,
+) -> jax.Array:
+  """`Backend.tgmm` around a kernel."""
+  assert lhs_quant is None  # declined in supports
+  assert dout_quant is None
+  assert dout_prescale is None
+  (x, x_scale), (d, d_scale) = _split(lhs), _split(dout)
+  (m, k), n, g = x.shape, d.shape[1], num_groups
+  x, d = _same_float(x, d)
+  starts, ends = local_ranges(group_sizes, group_offset, g)
+  if 0 in (m, k, n, g):
+    out = jnp.zeros((g, k, n), jnp.float32)
+  else:
+    interpreted = _is_interpreted(kernel, interpret)
+    tile = _tile(tiling, (m, k, n), interpreted)
+    covered = covered_rows(starts, ends, m)[:, None]
+    x, d = (_pad_rows(jnp.where(covered, a, jnp.zeros((), a.dtype)), tile[0]) for a in (x, d))
+    sizes = _all_sizes(starts, ends, x.shape[0])
+    run = _Run(kernel.tgmm, num_groups=g, tile=tile, precision=_precision(precision, x), interpret=interpreted)
+    out = opaque(run, (g, k, n), x, d, sizes)
+  if x_scale is not None:
+    out = out * x_scale.astype(jnp.float32).reshape(1, -1, 1)
+  if d_scale is not None:
+    out = out * d_scale.astype(jnp.float32).reshape(1, 1, -1)
+  # A scale that is NaN must not reach groups without rows.
+  return jnp.where((ends > starts)[:, None, None], out, 0.0).astype(preferred_element_type)
+
+
+def _split(x: Operand) -> tuple[jax.Array, jax.Array | None]:
+  return (x.qvalue, x.scale) if isinstance(x, QArray) else (x, None)
+
+
+def _same_float(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Both as bfloat16 when that holds both exactly, else as float32, which holds all that is supported."""
+  exact = all(x.dtype == jnp.bfloat16 or x.dtype.itemsize == 1 for x in (a, b))
+  dtype = jnp.bfloat16 if exact else jnp.float32
+  return a.astype(dtype), b.astype(dtype)
+
+
+def _precision(precision: Any, x: jax.Array) -> Any:
+  """float32 operands multiply at float32 precision unless told otherwise (SPEC GMM-7)."""
+  if precision is None and x.dtype == jnp.float32:
+    return jax.lax.Precision.HIGHEST
+  return precision
+
+
+def _pad_rows(x: jax.Array, tile_m: int) -> jax.Array:
+  return jnp.pad(x, ((0, -x.shape[0] % tile_m), (0, 0)))
+
+
+def _all_sizes(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
+  """int32 [g + 2]: rows before the local groups, the groups, rows after; their sum is `rows`.
+
+  Local groups are consecutive: starts[j + 1] == ends[j].
+  """
+  return jnp.concatenate([starts[:1], ends - starts, rows - ends[-1:]]).astype(jnp.int32)
+
+
+def _tile(tiling: Tile | None, dims: tuple[int, int, int], interpreted: bool) -> Tile:
+  """The tile (tile_m, tile_k, tile_n) of a call on dims (m, k, n).
+
+  By default 128 rows and up to 1024 x 512 of the weights: with two buffers of each float32
+  block and the accumulator about 10 MiB, inside the 16 MiB that every TPU generation gives
+  without being asked. An interpreted step costs the same whatever it multiplies, so there the
+  tiles are as large as the operands, up to 512 x 4096 x 4096.
+
+  Raises:
+    ValueError: an explicit tile whose sizes a TPU cannot take.
+  """
+  if tiling is not None:
+    tile_m, tile_k, tile_n = tiling
+    small = [
+      f"{name} = {t}" for name, t, d in (("tile_k", tile_k, dims[1]), ("tile_n", tile_n, dims[2])) if t % 128 and t != d
+    ]
+    if tile_m % 8 or small:
+      wrong = [f"tile_m = {tile_m}"] * bool(tile_m % 8) + small
+      raise ValueError(
+        f"tiling has {', '.join(wrong)} for (m, k, n) = {dims}: tile_m must be a multiple of 8, tile_k and tile_n "
+        f"multiples of 128 or the whole dimension."
+      )
+    return tile_m, min(tile_k, dims[1]), min(tile_n, dims[2])
+  most = (512, 4096, 4096) if interpreted else (128, 1024, 512)
+  m = -(-dims[0] // 16) * 16  # whole sublanes of bfloat16
+  return min(most[0], m), min(most[1], dims[1]), min(most[2], dims[2])
