@@ -146,16 +146,23 @@ def apply_prescale(
   return _used_only(product, kind, starts, ends)  # a NaN factor must not reach unused rows
 
 
-def in_range(x: jax.Array, quant: Quant, kind: Kind, starts: jax.Array | None, ends: jax.Array | None) -> jax.Array:
+def in_range(
+  x: jax.Array,
+  quant: Quant,
+  kind: Kind,
+  starts: jax.Array | None,
+  ends: jax.Array | None,
+  scale_axes: tuple[str, ...] = (),
+) -> jax.Array:
   """bool, x's shape: whether each element lies in the calibrated range, bounds included (SPEC VJP-7)."""
   if quant.fixed_range is not None:
     return jnp.abs(x) <= _number(quant.fixed_range, x.dtype)
   if quant.granularity == "tensor":
-    absmax = _shared_absmax(_used_only(x, kind, starts, ends), kind, starts, ends, ())
+    absmax = _shared_absmax(_used_only(x, kind, starts, ends), kind, starts, ends, scale_axes)
   else:
     absmax = _absmax(_used_only(x, kind, starts, ends), scale_tiles(x.shape, quant, kind))
     if _groups_share(quant, kind):
-      absmax = _across_groups(absmax, starts, ends)
+      absmax = _across_shards(_across_groups(absmax, starts, ends), scale_axes)
   bound = absmax * _number(quant.absmax_factor, x.dtype)
   for axis, (have, want) in enumerate(zip(bound.shape, x.shape, strict=True)):
     if have not in (1, want):

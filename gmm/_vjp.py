@@ -106,8 +106,9 @@ def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum):
   lhs, rhs, partial_sum = _first_order_only((lhs, rhs, partial_sum))
   # 1. Quantize. The residuals are the codes (1 byte an element) wherever the gradients reuse them.
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
-  keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends)
-  keep_rhs = _clip_mask(plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", starts, ends)
+  axes = plan.recipe.scale_axes
+  keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends, axes)
+  keep_rhs = _clip_mask(plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", starts, ends, axes)
   lhs, rhs = _named(_quantize_lhs(plan, lhs, sizes, offset), _quantize_rhs(plan, rhs, sizes, offset))
   # 2. Multiply.
   out = call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=Todo(), partial_sum=partial_sum)
@@ -170,6 +171,9 @@ def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: j
       tiling=Tiling(fwd=plan.tiling.drhs),
     )
     return tgmm(other, lhs, dout, sizes, offset)
+  quant = plan.recipe.dout
+  if quant is not None and not quant.one_scale and not isinstance(quant.granularity, str):
+    raise Unsupported(_NO_ROW_BLOCKS.format(quant.granularity))
   codes, prescale = lhs, None
   if isinstance(lhs, QArray):
     # The forward scale of each row stands on the contracting axis: it moves into dout.
@@ -283,12 +287,12 @@ def _output_scale(rhs: QArray, transpose_rhs: bool) -> jax.Array:
   return scale[:, 0, :].astype(jnp.float32)
 
 
-def _clip_mask(quant: Quant | None, x: Operand, kind, starts, ends) -> jax.Array | None:
+def _clip_mask(quant: Quant | None, x: Operand, kind, starts, ends, axes) -> jax.Array | None:
   if quant is None or not quant.clip_gradient or isinstance(x, QArray):
     return None
   if quant.fixed_range is None and quant.absmax_factor >= 1:
     return None  # everything lies in the range
-  return in_range(x, quant, kind, starts, ends)
+  return in_range(x, quant, kind, starts, ends, axes)
 
 
 def _masked(keep: jax.Array | None, gradient: jax.Array) -> jax.Array:
@@ -307,6 +311,12 @@ def _no_block_gradient(name: str, x: QArray) -> str:
     f"{x.shape}) is not defined yet. Use granularity 'tensor', 'channel' or 'channel_per_group'."
   )
 
+
+# Blocks of rows from row 0 would straddle groups.
+_NO_ROW_BLOCKS = (
+  "The gradient for rhs with dout quantized in blocks of {!r} rows is not defined yet. Use granularity 'tensor' or "
+  "'channel' for dout."
+)
 
 _SECOND_ORDER = (
   "Second-order and forward-mode derivatives of a quantized grouped matmul (recipe {name!r}) are not defined: "

@@ -279,6 +279,31 @@ def test_clip_gradient_bounds_are_inclusive():
     np.testing.assert_array_equal(grad[12:], 0)
 
 
+def test_clip_gradient_knows_the_global_range():
+  """With scale_scope="global" the range is that of all shards, as the codes are."""
+  quant = gmm.Quant(qtype="int8", granularity="tensor", calibration="absmax,0.5", clip_gradient=True)
+  recipe = gmm.Recipe(lhs=quant, rhs=quant)
+  spread = dataclasses.replace(recipe, scale_scope="global", scale_axes=("shard",))
+  lhs = np.repeat(np.float32([1, 2, 3, 4, 1, 1, 1, 1]), 4).reshape(8, 4)
+  rhs = np.float32([1, 8])[:, None, None] * np.ones((2, 4, 4), np.float32)
+  grads = lambda recipe, sizes: jax.grad(lambda x, w: gmm.gmm(x, w, sizes, recipe=recipe).sum(), (0, 1))
+  whole = grads(recipe, np.array([4, 4]))(lhs, rhs)
+  split = jax.vmap(grads(spread, np.array([4])), axis_name="shard")(lhs.reshape(2, 4, 4), rhs[:, None])
+  for one, other in zip(whole, split, strict=True):
+    np.testing.assert_array_equal(one, other.reshape(one.shape))
+  assert not whole[0][2:4].any()
+  assert whole[0][4:].all()
+
+
+def test_blocks_of_rows_are_refused():
+  """Blocks of dout along the rows would straddle groups: refused by name, never computed."""
+  e4m3 = gmm.Quant(qtype="float8_e4m3fn")
+  recipe = gmm.Recipe(lhs=e4m3, rhs=e4m3, dout=gmm.Quant(qtype="float8_e5m2", granularity=4))
+  lhs, rhs = _data()
+  with pytest.raises(gmm.Unsupported, match="blocks of 4 rows"):
+    jax.grad(lambda w: gmm.gmm(lhs, w, SIZES, recipe=recipe).sum())(rhs)
+
+
 def test_auto_chooses_for_each_pass():
   """A backend that can only multiply forward serves "auto" there, and another the gradients."""
   log = []
