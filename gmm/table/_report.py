@@ -29,9 +29,9 @@ def print_table(table: Table, judged: Sequence[Criterion], console: rich.console
   """
   config = table.config
   console.print(
-    f"[bold]MoE layer {config.name}[/]: {config.embed} x {config.mlp}, 8 experts, top-2, {config.tokens} tokens, "
-    f"against the dense bfloat16 layer\nseed {table.seed}, tiny_scale={table.tiny_scale}, "
-    f"scale_dtype={table.scale_dtype or 'of the operand'}, "
+    f"[bold]MoE layer {config.name}[/]: {config.embed} x {config.mlp}, 8 experts, top-2, {config.tokens} tokens,\n"
+    f"against the dense bfloat16 layer; seed {table.seed}, tiny_scale={table.tiny_scale}, "
+    f"scale_dtype={table.scale_dtype or 'of the operand'},\n"
     f"fixed range of fp8_static 224 (weights {config.weight_range:.1f})"
   )
   for metric in METRICS:
