@@ -22,7 +22,7 @@ from gmm.conformance._strategies import strategy
 Status = Literal["passed", "failed", "declined", "suite error"]
 Profile = Literal["quick", "default", "thorough"]
 
-# Examples of a check of weight 1; interpreted kernels take a third.
+# Examples of a check of weight 1; a compiled shape runs many of them.
 EXAMPLES = {"quick": 4, "default": 12, "thorough": 100}
 
 
@@ -202,7 +202,7 @@ def _run_cases(check: Check, backend: Backend, examples: int, seed: int, run: Ca
       run(case)
     return
   interpreted = backend.interpreted()
-  count = max(2, round(examples * check.weight / (3 if interpreted else 1)))
+  count = max(2, round(examples * check.weight))
   settings = hypothesis.settings(
     max_examples=count,
     deadline=None,  # the first example of a shape compiles

@@ -31,14 +31,18 @@ BOTH = ("float32", "bfloat16")
 
 @st.composite
 def group_sizes(draw: st.DrawFn, m: int, g: int) -> tuple[int, ...]:
-  """Sizes from sorted cut points, so that every pattern is near: empty groups anywhere, slack, one row."""
-  # 1. g + 1 cuts in [0, m]: the first is where group 0 starts, so it must be 0; the last
-  #    leaves slack rows, which half of the examples do without.
-  cuts = sorted(draw(st.lists(st.integers(0, m), min_size=g, max_size=g)))
-  if draw(st.booleans()):
-    cuts[-1] = m
-  # 2. Differences: each >= 0, their sum = the last cut <= m.
-  return tuple(b - a for a, b in zip([0, *cuts[:-1]], cuts, strict=True))
+  """Sizes from sorted cut points, so that every pattern is near: empty groups anywhere, slack, one row.
+
+  Every eighth example gives one group all the rows it draws, as a router that collapsed does.
+  """
+  # 1. The last cut leaves slack rows, which half of the examples do without.
+  total = m if draw(st.booleans()) else draw(st.integers(0, m))
+  if draw(st.integers(0, 7)) == 7:
+    lucky = draw(st.integers(0, g - 1))
+    return tuple(total * (j == lucky) for j in range(g))
+  # 2. g - 1 cuts between the groups, in order; differences are >= 0 and add up to the total.
+  cuts = sorted(draw(st.lists(st.integers(0, total), min_size=g - 1, max_size=g - 1)))
+  return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
 
 @st.composite
