@@ -10,6 +10,8 @@ import pytest
 import gmm
 from gmm._groups import canonical_sizes, covered_rows, local_ranges, row_groups
 
+pytestmark = pytest.mark.second_interpreter
+
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
 def test_sizes_of_any_integer_dtype(dtype):

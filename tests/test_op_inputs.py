@@ -15,6 +15,8 @@ import pytest
 
 import gmm
 
+pytestmark = pytest.mark.second_interpreter
+
 
 def _never(*args, **kwargs):
   raise AssertionError("the backend was reached")

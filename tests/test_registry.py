@@ -11,6 +11,8 @@ import pytest
 import gmm
 from gmm import _registry
 
+pytestmark = pytest.mark.second_interpreter
+
 LHS, RHS, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 6)), np.array([3, 5])
 
 

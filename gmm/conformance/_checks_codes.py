@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -146,18 +146,20 @@ def global_scales(backend: Backend, case: None) -> None:
   """Over an axis that splits rows and groups; local scales differ."""
   del backend, case
   x = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8, 6)) * [[[1]], [[10]], [[0.1]], [[3]]], jnp.bfloat16)
-  for kind, granularity in (
+  shared: tuple[tuple[Any, Any], ...] = (
     ("rows", "tensor"),
     ("cols", "channel"),
     ("rhs", "channel"),
     ("rhs", "tensor"),
     ("rows", "channel"),
-  ):
-    whole = quantize(
-      x if kind == "rhs" else x.reshape(32, 6), quant := Quant(qtype="int8", granularity=granularity), kind
-    )
+  )
+  for kind, granularity in shared:
+    quant = Quant(qtype="int8", granularity=granularity)
+    whole = quantize(x if kind == "rhs" else x.reshape(32, 6), quant, kind)
     shards = x[:, None] if kind == "rhs" else x
-    split = jax.vmap(lambda s, q=quant, k=kind: quantize(s, q, k, scale_axes=("shard",)), axis_name="shard")(shards)
+    split = jax.vmap(
+      lambda s, q=quant, kind=cast(Any, kind): quantize(s, q, kind, scale_axes=("shard",)), axis_name="shard"
+    )(shards)
     expect_equal(split.qvalue.reshape(whole.shape), np.asarray(whole.qvalue), f"codes of {kind} {granularity}")
 
 

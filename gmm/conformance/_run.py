@@ -208,7 +208,8 @@ def _run_cases(check: Check, backend: Backend, examples: int, seed: int, run: Ca
     deadline=None,  # the first example of a shape compiles
     database=None,  # the same cases on every machine
     report_multiple_bugs=False,
-    suppress_health_check=tuple(hypothesis.HealthCheck),  # they measure time, which is compilation here
+    # They measure time, which is compilation here.
+    suppress_health_check=(hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large),
     phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
     verbosity=hypothesis.Verbosity.quiet,
   )
