@@ -13,10 +13,10 @@ import pytest
 import rich.console
 
 import gmm
-from gmm._recipe import TinyScale
 from gmm.table import (
   CONFIGS,
   METRICS,
+  NUMERICS,
   QUANTITIES,
   SCHEMES,
   Published,
@@ -52,12 +52,11 @@ def changed(row: Row, metric: str, quantity: str, value: float) -> Row:
   return dataclasses.replace(row, figures={**row.figures, metric: {**row.figures[metric], quantity: value}})
 
 
-def table_of(rows, config="mixtral-8x7b", tiny_scale: TinyScale = "qwix") -> Table:
+def table_of(rows, config="mixtral-8x7b", numerics="published") -> Table:
   return Table(
     config=CONFIGS[config],
     seed=0,
-    tiny_scale=tiny_scale,
-    scale_dtype=None,
+    numerics=NUMERICS[numerics],
     rows=tuple(rows),
     seconds=1.0,
     peak_rss=1 << 30,
@@ -94,10 +93,10 @@ def test_difference_by_hand():
 
 def test_difference_takes_every_slice_and_keeps_nan():
   """More rows than one slice holds; the difference sits in the last one."""
-  want = np.ones((40, 1 << 20), jnp.bfloat16)
+  want = np.ones((17, 1 << 20), jnp.bfloat16)
   got = want.copy()
-  got[39, 7] = 3
-  assert difference(want, got) == (2 / math.sqrt(40 << 20), 2.0)
+  got[16, 7] = 3
+  assert difference(want, got) == (2 / math.sqrt(17 << 20), 2.0)
   got[0, 0] = np.nan
   assert all(math.isnan(d) for d in difference(want, got))
   with pytest.raises(ValueError, match="Shapes differ"):
@@ -107,14 +106,14 @@ def test_difference_takes_every_slice_and_keeps_nan():
 # Criteria.
 
 
-@pytest.mark.parametrize("tiny_scale", ["clamp", "qwix"])
+@pytest.mark.parametrize("numerics", ["ours", "published"])
 @pytest.mark.parametrize("backend", ["reference", "tokamax_v2"])
-def test_published_figures_meet_the_criteria(backend, tiny_scale):
+def test_published_figures_meet_the_criteria(backend, numerics):
   """The source's own table passes, except that without qwix's cutoff state_grad must be better."""
-  judged = criteria(table_of([published_row(backend, s) for s in SCHEMES], tiny_scale=tiny_scale))
+  judged = criteria(table_of([published_row(backend, s) for s in SCHEMES], numerics=numerics))
   assert len(judged) == 9
   failed = [c.text for c in judged if not c.ok]
-  assert failed == ([] if tiny_scale == "qwix" else ["fp8_dynamic state_grad at most 0.025"])
+  assert failed == ([] if numerics == "published" else ["fp8_dynamic state_grad at most 0.025"])
 
 
 # recipe, metric, quantity, factor on the published figure that still passes, factor that fails
@@ -151,6 +150,23 @@ def test_each_limit_is_where_it_should_be(scheme, metric, quantity, passes, fail
   failed = [c for c in judged(fails) if not (scheme == "fp8_dynamic" and c.cell.startswith("fp8_calibrated"))]
   assert [(c.cell.split(" (")[0], c.backend) for c in failed] == [(f"{scheme} {quantity}", "megablox")]
   assert judged(math.nan), "NaN must not pass"
+
+
+@pytest.mark.parametrize(
+  ("scheme", "quantity", "passes", "fails"),
+  [
+    ("fp8_dynamic", "state_grad", 0.0249, 0.0251),
+    ("fp8_static", "state_grad", 0.049933, 0.049934),
+    ("fp8_static", "grad_gate", 0.0311984, 0.0311986),
+  ],
+)
+def test_our_numerics_must_be_better_where_they_differ(scheme, quantity, passes, fails):
+  """Without the cutoff and with a float32 softmax the published figure is a ceiling, or less."""
+  row = published_row("reference", scheme)
+  for value, ok in ((0.001, True), (passes, True), (fails, False), (math.nan, False)):
+    judged = criteria(table_of([changed(row, REL, quantity, value)], numerics="ours"))
+    about = [c for c in judged if quantity in c.text]
+    assert [c.ok for c in about] == [ok]
 
 
 def test_small_has_wider_limits_for_weight_gradients():
@@ -191,19 +207,20 @@ def test_what_is_missing_or_declined_is_not_judged():
 
 def test_static_range_follows_the_size_of_the_layer():
   """Weights only, their spread goes with mlp^-0.5: at the published size it is the named recipe's range."""
-  full = table_recipe("fp8_static", CONFIGS["mixtral-8x7b"], scale_dtype=None)
+  own_bits = dataclasses.replace(NUMERICS["ours"], scale_dtype=None)
+  full = table_recipe("fp8_static", CONFIGS["mixtral-8x7b"], own_bits)
   assert full == gmm.recipe("fp8_static")
-  small = table_recipe("fp8_static", CONFIGS["small"], scale_dtype=None)
+  small = table_recipe("fp8_static", CONFIGS["small"], own_bits)
   assert small.lhs == full.lhs
   assert small.rhs is not None
   assert small.rhs.fixed_range == 224 * math.sqrt(14336 / 1792)
   assert small.rhs.granularity == "tensor"
 
 
-def test_options_reach_every_operand():
-  recipe = table_recipe("fp8_dynamic", CONFIGS["small"], tiny_scale="qwix", scale_dtype="float32")
+def test_numerics_reach_every_operand():
+  recipe = table_recipe("fp8_dynamic", CONFIGS["small"], NUMERICS["published"])
   assert {(q.tiny_scale, q.scale_dtype) for q in (recipe.lhs, recipe.rhs, recipe.dout) if q} == {("qwix", "float32")}
-  assert table_recipe("bf16", CONFIGS["small"]) == gmm.recipe("bf16")
+  assert table_recipe("bf16", CONFIGS["small"], NUMERICS["ours"]) == gmm.recipe("bf16")
 
 
 # The run itself.
@@ -213,6 +230,7 @@ def test_tiny_table_of_the_reference(tmp_path, capsys):
   """Computed, printed within 100 columns and written as JSON; fp8 is far from the dense layer, bf16 near."""
   path = tmp_path / "table.json"
   args = ["--config", "tiny", "--backend", "reference", "--recipe", "bf16", "fp8_dynamic", "--json", str(path)]
+  args += ["--numerics", "published", "--recipe-bits"]
   assert main(args) == 0
   shown = capsys.readouterr().out
   assert max(len(line) for line in shown.splitlines()) <= 100
@@ -226,6 +244,12 @@ def test_tiny_table_of_the_reference(tmp_path, capsys):
     assert f"{dynamic['figures'][MAX][quantity]:.2e}" in shown
   assert [c["ok"] for c in found["criteria"]] == [True]
   assert found["peak_rss"] > 0
+  assert found["numerics"] == {
+    "name": "custom",
+    "tiny_scale": "qwix",
+    "softmax_dtype": "bfloat16",
+    "scale_dtype": None,
+  }
 
 
 def test_a_wrong_backend_fails_the_command(capsys):

@@ -15,6 +15,35 @@ _PUBLISHED_MLP = 14336
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Numerics:
+  """Choices of arithmetic that the recipe's name leaves open.
+
+  Attributes:
+    name: what `--numerics` calls it.
+    tiny_scale: "clamp" or "qwix" (`gmm.Quant.tiny_scale`). The published run had qwix's cutoff.
+    softmax_dtype: dtype of the router's softmax over the chosen two. The published layer rounds it to
+      bfloat16, which is a good part of its grad_gate under every recipe, and through it of state_grad.
+    scale_dtype: "float32", or None for the named recipe's own bits. XLA on a TPU keeps x / scale in
+      float32 on its way to fp8, and so does "float32" here. The recipe's own bits round it to bfloat16
+      first (as qwix's kernel does), which alone adds 0.5 % to the output's distance.
+  """
+
+  name: str
+  tiny_scale: TinyScale
+  softmax_dtype: str
+  scale_dtype: str | None = "float32"
+
+
+NUMERICS = {
+  n.name: n
+  for n in (
+    Numerics(name="ours", tiny_scale="clamp", softmax_dtype="float32"),
+    Numerics(name="published", tiny_scale="qwix", softmax_dtype="bfloat16"),
+  )
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
   """A layer and its input.
 
@@ -29,19 +58,16 @@ class TableConfig:
   mlp: int
   tokens: int
 
-  @property
-  def moe(self) -> MoeConfig:
-    # The experts' weights are held in bfloat16, which is what the layer multiplies. Gradients
-    # with respect to float32 weights would be these very numbers, cast.
-    # The published layer's softmax over the chosen two is bfloat16: its rounding, amplified where two
-    # logits are near, is a good part of the published grad_gate of every recipe.
+  def moe(self, softmax_dtype: str) -> MoeConfig:
+    """The layer. Its experts' weights are held in bfloat16, which is what the layer multiplies:
+    gradients with respect to float32 weights would be these very numbers, cast."""
     return MoeConfig(
       num_experts=8,
       top_k=2,
       embed=self.embed,
       mlp=self.mlp,
       weight_dtype="bfloat16",
-      softmax_dtype="bfloat16",
+      softmax_dtype=softmax_dtype,
     )
 
   @property
@@ -70,20 +96,15 @@ CONFIGS = {
 }
 
 
-def table_recipe(
-  scheme: str, config: TableConfig, *, tiny_scale: TinyScale = "clamp", scale_dtype: str | None = "float32"
-) -> Recipe:
-  """Returns the recipe of one row: the named one, made comparable with the published run.
+def table_recipe(scheme: str, config: TableConfig, numerics: Numerics) -> Recipe:
+  """Returns the recipe of one row: the named one, its fixed range matched to the layer's size.
 
   Args:
     scheme: one of `SCHEMES`, or any other name `gmm.recipe` knows.
     config: the layer; its size sets the fixed range of the weights.
-    tiny_scale: "clamp" or "qwix" (`gmm.Quant.tiny_scale`).
-    scale_dtype: "float32", or None for the named recipe's own bits. XLA on a TPU keeps x / scale in
-      float32 on its way to fp8, and so does this. The recipe's own bits round it to bfloat16 first
-      (as qwix's kernel does), which alone adds 0.5 % to the output's distance.
+    numerics: sets tiny_scale and scale_dtype of every operand.
   """
-  found = named_recipe(scheme, tiny_scale=tiny_scale, scale_dtype=scale_dtype)
+  found = named_recipe(scheme, tiny_scale=numerics.tiny_scale, scale_dtype=numerics.scale_dtype)
   if scheme != "fp8_static" or config.is_published_size:
     return found
   assert found.rhs is not None

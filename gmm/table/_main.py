@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 
 import gmm
-from gmm.table._config import CONFIGS, SCHEMES, TableConfig
+from gmm.table._config import CONFIGS, NUMERICS, SCHEMES, Numerics, TableConfig
 from gmm.table._criteria import criteria
 from gmm.table._measure import Table, compute
 from gmm.table._report import as_json, print_table
@@ -72,16 +73,30 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--config", choices=list(CONFIGS), default="small", help="size of the layer (default: small)")
   parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to run (default: all usable)")
   parser.add_argument("--recipe", nargs="+", metavar="NAME", default=list(SCHEMES), help="recipes to run")
-  parser.add_argument("--tiny-scale", choices=("clamp", "qwix"), default="clamp", help="what becomes of tiny scales")
   parser.add_argument(
-    "--scale-dtype",
-    choices=("float32", "operand"),
-    default="float32",
-    help="float32 (as the published run on a TPU divides) or operand (the named recipe's own bits)",
+    "--numerics",
+    choices=list(NUMERICS),
+    default="ours",
+    help="'published' has qwix's cutoff of tiny scales and a bfloat16 softmax in the router, as the published run",
+  )
+  parser.add_argument("--tiny-scale", choices=("clamp", "qwix"), help="what becomes of tiny scales, alone")
+  parser.add_argument(
+    "--recipe-bits", action="store_true", help="scales in the operand's dtype: the named recipe's own bits"
   )
   parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything as JSON")
   return parser
+
+
+def _numerics(options: argparse.Namespace) -> Numerics:
+  """The named choice, with what the command line changes of it."""
+  base = NUMERICS[options.numerics]
+  chosen = dataclasses.replace(
+    base,
+    tiny_scale=options.tiny_scale or base.tiny_scale,
+    scale_dtype=None if options.recipe_bits else base.scale_dtype,
+  )
+  return chosen if chosen == base else dataclasses.replace(chosen, name="custom")
 
 
 def _compute(config: TableConfig, options: argparse.Namespace, console: rich.console.Console) -> Table:
@@ -107,7 +122,6 @@ def _compute(config: TableConfig, options: argparse.Namespace, console: rich.con
       backends,
       options.recipe,
       seed=options.seed,
-      tiny_scale=options.tiny_scale,
-      scale_dtype=None if options.scale_dtype == "operand" else options.scale_dtype,
+      numerics=_numerics(options),
       progress=progress,
     )

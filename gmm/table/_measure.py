@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import gmm
-from gmm._recipe import TinyScale
-from gmm.moe import MoeParams, init_params, moe_dense, moe_layer
-from gmm.table._config import SCHEMES, TableConfig, table_recipe
+from gmm.moe import MoeConfig, MoeParams, init_params, moe_dense, moe_layer
+from gmm.table._config import NUMERICS, SCHEMES, Numerics, TableConfig, table_recipe
 from gmm.table._published import METRICS, QUANTITIES
 
 
@@ -47,7 +46,7 @@ class Table:
   Attributes:
     config: what was measured.
     seed: of weights and tokens.
-    tiny_scale, scale_dtype: as given to `compute`.
+    numerics: as given to `compute`.
     rows: in the order they were run.
     seconds: wall time of everything, the dense layer included.
     peak_rss: largest resident memory of this process so far, in bytes.
@@ -55,8 +54,7 @@ class Table:
 
   config: TableConfig
   seed: int
-  tiny_scale: TinyScale
-  scale_dtype: str | None
+  numerics: Numerics
   rows: tuple[Row, ...]
   seconds: float
   peak_rss: int
@@ -68,8 +66,7 @@ def compute(
   schemes: Sequence[str] = SCHEMES,
   *,
   seed: int = 0,
-  tiny_scale: TinyScale = "clamp",
-  scale_dtype: str | None = "float32",
+  numerics: Numerics | None = None,
   progress: Callable[[str], None] = lambda step: None,
 ) -> Table:
   """Measures every backend under every recipe against the dense layer.
@@ -79,7 +76,7 @@ def compute(
     backends: names of backends.
     schemes: names of recipes.
     seed: of weights and tokens.
-    tiny_scale, scale_dtype: as in `table_recipe`.
+    numerics: one of `NUMERICS`, or another choice; None for ours.
     progress: called with a description before each of the 1 + backends x schemes steps.
 
   Returns:
@@ -90,12 +87,14 @@ def compute(
     ImportError: a backend that cannot be loaded.
   """
   start = time.monotonic()
-  recipes = {scheme: table_recipe(scheme, config, tiny_scale=tiny_scale, scale_dtype=scale_dtype) for scheme in schemes}
+  numerics = numerics or NUMERICS["ours"]
+  recipes = {scheme: table_recipe(scheme, config, numerics) for scheme in schemes}
   loaded = [gmm.get_backend(name) for name in backends]
 
   progress("dense layer")
-  params, x = _inputs(config, seed)
-  dense = _run(lambda p, t: moe_dense(p, t, config=config.moe), params, x)
+  moe = config.moe(numerics.softmax_dtype)
+  params, x = _inputs(moe, config.tokens, seed)
+  dense = _run(lambda p, t: moe_dense(p, t, config=moe), params, x)
   rows = []
   for backend in loaded:
     for scheme, recipe in recipes.items():
@@ -103,7 +102,7 @@ def compute(
       row = Row(backend=backend.name, scheme=scheme, interpreted=backend.interpreted())
       began = time.monotonic()
       try:
-        layer = lambda p, t, b=backend, r=recipe: moe_layer(p, t, config=config.moe, backend=b, recipe=r)
+        layer = lambda p, t, b=backend, r=recipe: moe_layer(p, t, config=moe, backend=b, recipe=r)
         figures = _compare(dense, _run(layer, params, x))
         row = dataclasses.replace(row, figures=figures, seconds=time.monotonic() - began)
       except gmm.Unsupported as refusal:
@@ -113,18 +112,17 @@ def compute(
   return Table(
     config=config,
     seed=seed,
-    tiny_scale=tiny_scale,
-    scale_dtype=scale_dtype,
+    numerics=numerics,
     rows=tuple(rows),
     seconds=time.monotonic() - start,
     peak_rss=_peak_rss(),
   )
 
 
-def _inputs(config: TableConfig, seed: int) -> tuple[MoeParams, jax.Array]:
+def _inputs(config: MoeConfig, tokens: int, seed: int) -> tuple[MoeParams, jax.Array]:
   weight_key, token_key = jax.random.split(jax.random.key(seed))
-  x = jax.random.normal(token_key, (config.tokens, config.embed), jnp.float32)
-  return init_params(weight_key, config.moe), x.astype(config.moe.dtype)
+  x = jax.random.normal(token_key, (tokens, config.embed), jnp.float32)
+  return init_params(weight_key, config), x.astype(config.dtype)
 
 
 def _run(layer: Callable[[MoeParams, jax.Array], jax.Array], params: MoeParams, x: jax.Array) -> dict[str, jax.Array]:

@@ -27,12 +27,14 @@ def print_table(table: Table, judged: Sequence[Criterion], console: rich.console
     judged: from `criteria`.
     console: where to.
   """
-  config = table.config
+  config, numerics = table.config, table.numerics
   console.print(
-    f"[bold]MoE layer {config.name}[/]: {config.embed} x {config.mlp}, 8 experts, top-2, {config.tokens} tokens,\n"
-    f"against the dense bfloat16 layer; seed {table.seed}, tiny_scale={table.tiny_scale}, "
-    f"scale_dtype={table.scale_dtype or 'of the operand'},\n"
-    f"fixed range of fp8_static 224 (weights {config.weight_range:.1f})"
+    f"[bold]MoE layer {config.name}[/]: {config.embed} x {config.mlp}, 8 experts, top-2, {config.tokens} tokens, "
+    f"seed {table.seed}\n"
+    f"against the dense bfloat16 layer; fixed range of fp8_static 224, weights {config.weight_range:.1f}\n"
+    f"numerics {numerics.name!r}: tiny_scale {numerics.tiny_scale}, softmax {numerics.softmax_dtype}, "
+    f"scales {numerics.scale_dtype or 'in the dtype of the operand'}",
+    highlight=False,
   )
   for metric in METRICS:
     # At another size max_abs_diff has another scale: no published figure stands beside it.
@@ -101,8 +103,7 @@ def as_json(table: Table, judged: Sequence[Criterion]) -> dict[str, Any]:
     "config": dataclasses.asdict(table.config),
     "weight_range": table.config.weight_range,
     "seed": table.seed,
-    "tiny_scale": table.tiny_scale,
-    "scale_dtype": table.scale_dtype,
+    "numerics": dataclasses.asdict(table.numerics),
     "jax": jax.__version__,
     "platform": jax.default_backend(),
     "rows": [{**dataclasses.asdict(row), "published": _published_figures(row)} for row in table.rows],
