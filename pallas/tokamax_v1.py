@@ -43,8 +43,13 @@ def _gmm(
 ) -> jax.Array:
   from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernel
 
+  n = rhs.shape[1 if transpose_rhs else 2]
+  if interpret:
+    _, tile_k, tile_n = tile
+    lhs = _whole_tiles(lhs, (1, tile_k))
+    rhs = _whole_tiles(rhs, (1, tile_n, tile_k) if transpose_rhs else (1, tile_k, tile_n))
   with _environment(interpret):
-    return kernel.gmm(
+    out = kernel.gmm(
       lhs,
       rhs,
       sizes,
@@ -55,6 +60,7 @@ def _gmm(
       transpose_rhs=transpose_rhs,
       interpret=interpret,
     )
+  return out[:, :n]
 
 
 def _tgmm(
@@ -69,8 +75,11 @@ def _tgmm(
 ) -> jax.Array:
   from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernel
 
+  k, n = lhs.shape[1], dout.shape[1]
+  if interpret:
+    lhs, dout = _whole_tiles(lhs, (1, tile[1])), _whole_tiles(dout, (1, tile[2]))
   with _environment(interpret):
-    return kernel.tgmm(
+    out = kernel.tgmm(
       lhs.swapaxes(0, 1),
       dout,
       sizes,
@@ -81,6 +90,12 @@ def _tgmm(
       num_actual_groups=num_groups,
       interpret=interpret,
     )
+  return out[:, :k, :n]
+
+
+def _whole_tiles(x: jax.Array, tile: tuple[int, ...]) -> jax.Array:
+  """x padded with zeros to whole tiles: the interpreter cannot copy the part of a tile that is left."""
+  return jnp.pad(x, [(0, -size % t) for size, t in zip(x.shape, tile, strict=True)])
 
 
 @contextlib.contextmanager

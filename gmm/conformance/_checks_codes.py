@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,9 +158,8 @@ def global_scales(backend: Backend, case: None) -> None:
     quant = Quant(qtype="int8", granularity=granularity)
     whole = quantize(x if kind == "rhs" else x.reshape(32, 6), quant, kind)
     shards = x[:, None] if kind == "rhs" else x
-    split = jax.vmap(
-      lambda s, q=quant, kind=cast(Any, kind): quantize(s, q, kind, scale_axes=("shard",)), axis_name="shard"
-    )(shards)
+    shard = functools.partial(quantize, quant=quant, kind=kind, scale_axes=("shard",))
+    split = jax.vmap(shard, axis_name="shard")(shards)
     expect_equal(split.qvalue.reshape(whole.shape), np.asarray(whole.qvalue), f"codes of {kind} {granularity}")
 
 

@@ -14,7 +14,7 @@ from gmm._protocol import Backend
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case, numpy_dtype
-from gmm.conformance._programs import forward
+from gmm.conformance._programs import both_ways, forward
 from gmm.conformance._registry import check, expect, expect_equal, expect_within
 
 
@@ -298,10 +298,16 @@ def same_bits(backend: Backend, case: Case) -> None:
 
 @check("GMM-14", "sizes off every tile: explicit tiles change nothing", "off_tile", weight=0.3)
 def off_every_tile(backend: Backend, case: Case) -> None:
-  """m, k and n are no multiples of the tiles; group borders fall inside them."""
+  """m, k and n are no multiples of the tiles, group borders fall inside them; in every pass."""
+  rows, groups = _oracle.ranges(case.sizes), np.arange(case.g)
   for tile_m in (16, 64):
-    got = forward(backend, tiling=(tile_m, 128, 128))(case.lhs, case.rhs, case.sizes)
-    expect_equal(got, _expected(case), f"out with tiling=({tile_m}, 128, 128)", _owner(case))
+    tiling = (tile_m, 128, 128)
+    out, dlhs, drhs = both_ways(backend, tiling=tiling)(case.lhs, case.rhs, case.sizes, case.dout)
+    expect_equal(out, _expected(case), f"out with tiling={tiling}", _owner(case))
+    exact = _oracle.gmm(case.dout, case.rhs, rows, transpose_rhs=True).value.astype(case.lhs.dtype)
+    expect_equal(dlhs, exact, f"dlhs with tiling={tiling}", _owner(case))
+    exact = _oracle.tgmm(case.lhs, case.dout, rows).value.astype(case.lhs.dtype)
+    expect_equal(drhs, exact, f"drhs with tiling={tiling}", groups)
 
 
 CHECKS = (

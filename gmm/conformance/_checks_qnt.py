@@ -136,10 +136,10 @@ def _step(x: np.ndarray, quantized, quant) -> np.ndarray:
   if quant is None:
     return np.zeros_like(wide)
   scale = np.broadcast_to(np.asarray(quantized.scale).astype(np.float64), x.shape)
-  # Rounding the quotient in bfloat16 (2^-9) and the scale (2^-9) come before the code's own rounding.
-  relative = 2.0**-8
+  # The scale and the quotient are rounded to bfloat16 (2^-8 each) before the code's own rounding.
+  relative = 2.0**-7
   if quant.is_integer:
-    # Half a step; the largest code is half a step below its bound, and a rounded scale moves it by 2^-8.
+    # Half a step; the largest code is half a step below its bound, and the roundings before move it.
     return scale * (0.5 + QMAX[quant.qtype] * relative)
   finfo = jnp.finfo(quant.qtype)
   half_ulp = float(finfo.eps) / 2
