@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from gmm.table._measure import Row, Table
-from gmm.table._published import METRICS, QUANTITIES, published
+from gmm.table._published import METRICS, QUANTITIES, Published, published
 
 _WEIGHT_GRADS = ("grad_wi_0", "grad_wi_1", "grad_wo")
 
@@ -45,7 +46,8 @@ class Criterion:
     cell: recipe and quantity of the worst cell.
     figure: what was found there.
     limit: the most it may be.
-    percent: whether figure and limit are relative deviations.
+    unit: "%": both are relative deviations (0.01 for 1 %). "x": both are multiples of what the
+      statement names. "": both are relative_norm_diff itself.
   """
 
   text: str
@@ -53,7 +55,7 @@ class Criterion:
   cell: str
   figure: float
   limit: float
-  percent: bool = False
+  unit: Literal["%", "x", ""]
 
   @property
   def ok(self) -> bool:
@@ -94,7 +96,7 @@ def _relative(row: Row, quantity: str) -> float:
 def _deviation(text: str, row: Row, quantity: str, want: float, limit: float) -> Criterion:
   figure = abs(_relative(row, quantity) / want - 1) if want > 0 else math.nan
   cell = f"{row.scheme} {quantity}"
-  return Criterion(text=text, backend=row.backend, cell=cell, figure=figure, limit=limit, percent=True)
+  return Criterion(text=text, backend=row.backend, cell=cell, figure=figure, limit=limit, unit="%")
 
 
 def _near_published(table: Table, own: dict[str, Row]) -> Iterator[Criterion]:
@@ -126,8 +128,8 @@ def _router_and_cutoff(table: Table, own: dict[str, Row]) -> Iterator[Criterion]
       text = f"fp8_static {quantity} within {100 * limit:g} % of the published"
       yield _deviation(text, row, quantity, want.value, limit)
     else:
-      text = f"fp8_static {quantity} at most the published figure"
-      yield _at_most(text, row, "relative_norm_diff", quantity, want.value + want.half_unit)
+      text = f"fp8_static {quantity} as a multiple of the published figure"
+      yield _below_published(text, row, "relative_norm_diff", quantity, want)
   if "fp8_dynamic" in own:
     row = own["fp8_dynamic"]
     want = published(row.backend, "fp8_dynamic", "relative_norm_diff", "state_grad")
@@ -137,12 +139,16 @@ def _router_and_cutoff(table: Table, own: dict[str, Row]) -> Iterator[Criterion]
       yield _deviation(text, row, "state_grad", want.value, _DYNAMIC_STATE_GRAD)
     elif not as_published:
       text = f"fp8_dynamic state_grad at most {_DYNAMIC_STATE_GRAD_OURS:g}"
-      yield _at_most(text, row, "relative_norm_diff", "state_grad", _DYNAMIC_STATE_GRAD_OURS)
+      figure, limit = _relative(row, "state_grad"), _DYNAMIC_STATE_GRAD_OURS
+      cell = "fp8_dynamic state_grad"
+      yield Criterion(text=text, backend=row.backend, cell=cell, figure=figure, limit=limit, unit="")
 
 
-def _at_most(text: str, row: Row, metric: str, quantity: str, limit: float) -> Criterion:
+def _below_published(text: str, row: Row, metric: str, quantity: str, ceiling: Published) -> Criterion:
+  """At most what was published, up to the rounding of its print."""
   cell = f"{row.scheme} {quantity}" + (" (max)" if metric == "max_abs_diff" else "")
-  return Criterion(text=text, backend=row.backend, cell=cell, figure=row.figures[metric][quantity], limit=limit)
+  figure = row.figures[metric][quantity] / (ceiling.value + ceiling.half_unit)
+  return Criterion(text=text, backend=row.backend, cell=cell, figure=figure, limit=1.0, unit="x")
 
 
 def _bf16_ceiling(table: Table, own: dict[str, Row]) -> Iterator[Criterion]:
@@ -150,21 +156,23 @@ def _bf16_ceiling(table: Table, own: dict[str, Row]) -> Iterator[Criterion]:
   row = own.get("bf16")
   if row is None:
     return
-  text = "bf16 at most the published figure"
+  text = "bf16 as a multiple of the published figure"
   cells = []
   for metric in METRICS if table.config.is_published_size else METRICS[:1]:
     for quantity in QUANTITIES:
       ceiling = published(row.backend, "bf16", metric, quantity)
       if ceiling is not None:
-        cells.append(_at_most(text, row, metric, quantity, ceiling.value + ceiling.half_unit))
+        cells.append(_below_published(text, row, metric, quantity, ceiling))
   yield from _worst(cells)
 
 
 def _calibrated(own: dict[str, Row]) -> Iterator[Criterion]:
   if "fp8_calibrated" in own and "fp8_dynamic" in own:
-    limit = _CALIBRATED_OVER_DYNAMIC * _relative(own["fp8_dynamic"], "output")
-    text = f"fp8_calibrated output at most {_CALIBRATED_OVER_DYNAMIC:g} x fp8_dynamic"
-    yield _at_most(text, own["fp8_calibrated"], "relative_norm_diff", "output", limit)
+    row, dynamic = own["fp8_calibrated"], _relative(own["fp8_dynamic"], "output")
+    figure = _relative(row, "output") / dynamic if dynamic > 0 else math.nan
+    text = "fp8_calibrated output as a multiple of fp8_dynamic's"
+    cell, limit = "fp8_calibrated output", _CALIBRATED_OVER_DYNAMIC
+    yield Criterion(text=text, backend=row.backend, cell=cell, figure=figure, limit=limit, unit="x")
 
 
 def _near_reference(rows: dict[tuple[str, str], Row], own: dict[str, Row]) -> Iterator[Criterion]:

@@ -62,7 +62,8 @@ def default_backends(config: TableConfig) -> list[str]:
   """
   if config.is_published_size and jax.default_backend() == "cpu":
     return ["reference"]
-  return [name for name, problem in gmm.backends().items() if problem is None]
+  usable = [name for name, problem in gmm.backends().items() if problem is None]
+  return sorted(usable, key=lambda name: (name != "reference", name))  # what the others are compared with, first
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -46,6 +46,9 @@ def print_table(table: Table, judged: Sequence[Criterion], console: rich.console
     if row.declined is not None:
       console.print(f"{row.backend} declined {row.scheme}: {row.declined}", markup=False)
   console.print(_criteria_table(judged))
+  for c in judged:
+    if not c.ok:
+      console.print(f"FAIL: {c.backend}, {c.text}: {c.cell} {_number(c.figure, c.unit)}", style="red", markup=False)
   console.print(f"{table.seconds:.0f} s, peak memory {table.peak_rss / 2**30:.1f} GiB")
 
 
@@ -78,18 +81,33 @@ def _metric_table(rows: Sequence[Row], metric: str, with_published: bool) -> ric
 
 
 def _criteria_table(judged: Sequence[Criterion]) -> rich.table.Table:
+  """One line per statement, one column per backend: the figure of its worst cell."""
   import rich.table
 
   view = rich.table.Table(title="criteria", **_look())
-  for name in ("backend", "criterion", "worst cell"):
-    view.add_column(name)
-  for name in ("figure", "limit", ""):
-    view.add_column(name, justify="right", no_wrap=True)
+  view.add_column("worst cell of")
+  view.add_column("at most", justify="right", no_wrap=True)
+  backends = list(dict.fromkeys(c.backend for c in judged))
+  for backend in backends:
+    view.add_column(backend, justify="right", no_wrap=True)
+  by_text: dict[str, dict[str, Criterion]] = {}
   for c in judged:
-    show = "{:.2%}" if c.percent else "{:.3g}" if c.limit < 1e-3 else "{:.6f}"
-    verdict = "[green]ok[/]" if c.ok else "[red bold]FAIL[/]"
-    view.add_row(c.backend, c.text, c.cell, show.format(c.figure), show.format(c.limit), verdict)
+    by_text.setdefault(c.text, {})[c.backend] = c
+  for text, by_backend in by_text.items():
+    first = next(iter(by_backend.values()))
+    cells = [_verdict(by_backend.get(backend)) for backend in backends]
+    view.add_row(text, _number(first.limit, first.unit), *cells)
   return view
+
+
+def _verdict(c: Criterion | None) -> str:
+  if c is None:
+    return ""
+  return f"{_number(c.figure, c.unit)} " + ("[green]ok[/]" if c.ok else "[red bold]FAIL[/]")
+
+
+def _number(value: float, unit: str) -> str:
+  return {"%": f"{value:.2%}", "x": f"{value:.3f} x", "": f"{value:.4f}"}[unit]
 
 
 def as_json(table: Table, judged: Sequence[Criterion]) -> dict[str, Any]:
