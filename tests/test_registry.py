@@ -89,8 +89,8 @@ def test_named_backend_never_falls_back():
 
 def test_auto_lists_every_refusal(entry_points):
   """When nothing fits, the error says why for each candidate, the unloadable ones included."""
-  entry_points(reference="no_such_module:backend")
   refusing = _backend("refusing", supports=lambda problem: "not today.", auto_rank=(("cpu", 1), ("gpu", 1), ("tpu", 1)))
+  entry_points(reference="no_such_module:backend")
   with gmm.register_backend(refusing), pytest.raises(gmm.Unsupported) as caught:
     gmm.gmm(LHS, RHS, SIZES)
   assert "refusing: not today." in str(caught.value)
