@@ -19,11 +19,11 @@ from jax import lax
 
 from gmm._manual_axes import vary_over, varying_axes
 
-# Rows of a window, falling. The first is the full window, as large as pays off on a CPU; the
-# others are for what a group leaves over. Steps are small where a matmul's time is mostly
-# rows (above 64) and where groups are many and short (below 32).
-_GMM_WINDOWS = (256, 192, 128, 96, 64, 32, 24, 16, 8)
-_TGMM_WINDOWS = (512, 384, 256, 192, 128, 64, 32, 16)
+# Rows of a window, falling; chosen by measurement on a CPU. Whole windows are as large as pays
+# off. A tail takes the smallest window that covers it; steps are small where a matmul's time is
+# mostly rows (above 64) and where groups are many and short (below 32).
+_GMM_WHOLE, _GMM_TAIL = (512,), (256, 192, 128, 96, 64, 32, 24, 16, 8)
+_TGMM_WHOLE, _TGMM_TAIL = (), (512, 384, 256, 192, 128, 64, 32, 16)
 
 
 def gmm_ranges(
@@ -73,7 +73,7 @@ def gmm_ranges(
     def used(out: jax.Array) -> jax.Array:
       weights = prepare(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), rhs))
       step = lambda out, *where: window(out, weights, *where)
-      return _over_windows(step, out, starts[j], ends[j], _windows(_GMM_WINDOWS, m))
+      return _over_windows(step, out, starts[j], ends[j], *_windows(_GMM_WHOLE, _GMM_TAIL, m))
 
     return lax.cond(ends[j] > starts[j], used, lambda out: out, out)
 
@@ -127,7 +127,7 @@ def tgmm_ranges(
   def group(j: jax.Array, out: jax.Array) -> jax.Array:
     def used(out: jax.Array) -> jax.Array:
       nothing = vary_over(axes, jnp.zeros((k, n), acc_dtype))
-      total = _over_windows(window, nothing, starts[j], ends[j], _windows(_TGMM_WINDOWS, m))
+      total = _over_windows(window, nothing, starts[j], ends[j], *_windows(_TGMM_WHOLE, _TGMM_TAIL, m))
       return lax.dynamic_update_index_in_dim(out, finish(total), j, axis=0)
 
     return lax.cond(ends[j] > starts[j], used, lambda out: out, out)
@@ -136,21 +136,27 @@ def tgmm_ranges(
 
 
 def _over_windows(
-  step: Callable[..., jax.Array], out: jax.Array, start: jax.Array, end: jax.Array, sizes: tuple[int, ...]
+  step: Callable[..., jax.Array],
+  out: jax.Array,
+  start: jax.Array,
+  end: jax.Array,
+  whole: tuple[int, ...],
+  tail: tuple[int, ...],
 ) -> jax.Array:
   """Carries out = step(out, size, at, end, is_full) over windows that cover [start, end) once."""
   # Positions are written `at + i * size` even where i can only be 0: XLA would hoist a
   # product that does not depend on the loop's counter out of it, and do it always.
-  # 1. Full windows: all their rows are the group's own.
-  largest = sizes[0]
-  full = (end - start) // largest
-  out = _loop(full, lambda i, out: step(out, largest, start + i * largest, end, True), out)
-  # 2. What is left is [at, end), fewer than `largest` rows: the smallest window that covers
-  #    it, and none when nothing is left. Loops of at most one turn, not a switch: XLA copies
-  #    `out` into and out of a switch.
-  at = start + full * largest
+  # 1. Full windows: all their rows are the group's own. After each size fewer rows are left.
+  at = start
+  for size in (*whole, tail[0]):
+    turns = (end - at) // size
+    out = _loop(turns, lambda i, out, size=size, at=at: step(out, size, at + i * size, end, True), out)
+    at = at + turns * size
+  # 2. What is left is [at, end), fewer than tail[0] rows: the smallest window that covers it,
+  #    and none when nothing is left. Loops of at most one turn, not a switch: XLA copies `out`
+  #    into and out of a switch.
   left = end - at
-  for size, next_smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+  for size, next_smaller in zip(tail, (*tail[1:], 0), strict=True):
     turns = ((left > next_smaller) & (left <= size)).astype(jnp.int32)
     out = _loop(turns, lambda i, out, size=size: step(out, size, at + i * size, end, False), out)
   return out
@@ -160,9 +166,11 @@ def _loop(turns: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], i
   return lax.fori_loop(jnp.int32(0), turns, body, init)
 
 
-def _windows(sizes: tuple[int, ...], m: int) -> tuple[int, ...]:
+def _windows(whole: tuple[int, ...], tail: tuple[int, ...], m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """The sizes that fit m rows; few rows take one window of them all, which compiles faster."""
-  return tuple(s for s in sizes if s <= m) if m > 32 else (m,)
+  if m <= 32:
+    return (), (m,)
+  return tuple(s for s in whole if s <= m), tuple(s for s in tail if s <= m)
 
 
 def _length(tree: Any) -> int:
