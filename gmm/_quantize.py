@@ -142,7 +142,7 @@ def apply_prescale(
     if starts is None or ends is None:
       raise ValueError(f"A prescale of shape {prescale.shape} has one row per group: give starts and ends.")
     prescale = prescale[row_groups(starts, ends, x.shape[0])]
-  product = (x.astype(wide) * prescale.astype(wide)).astype(x.dtype)
+  product = _round(x.astype(wide) * prescale.astype(wide), x.dtype).astype(x.dtype)
   return _used_only(product, kind, starts, ends)  # a NaN factor must not reach unused rows
 
 
@@ -189,7 +189,10 @@ def _scale_dtype(dtype: Any, quant: Quant) -> Any:
 
 def _round(x: jax.Array, dtype: Any) -> jax.Array:
   """Rounds a float32 value to dtype's precision, in a way that XLA does not optimise away."""
-  return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
+  if jnp.dtype(dtype).itemsize > 2:
+    return x
+  finfo = jnp.finfo(dtype)
+  return lax.reduce_precision(x, finfo.nexp, finfo.nmant)
 
 
 def _used_only(x: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None) -> jax.Array:
