@@ -13,13 +13,38 @@ from gmm.bench import Figure, distributions, main, table
 from gmm.bench._timing import interleaved, ratio
 
 
+class Clock:
+  """Time that passes only where a run says so."""
+
+  def __init__(self):
+    self.now = 0.0
+    self.order: list[str] = []
+
+  def __call__(self) -> float:
+    return self.now
+
+  def run(self, name: str, seconds: float):
+    def run():
+      self.order.append(name)
+      self.now += seconds
+
+    return run
+
+
 def test_runs_take_turns():
   """A B A B: a slow spell of the machine must hit both; the first round only compiles."""
-  order: list[str] = []
-  now = iter(range(100))
-  seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, clock=lambda: next(now))
-  assert order == ["a", "b"] * 4
-  assert seconds == {"a": [1, 1, 1], "b": [1, 1, 1]}
+  clock = Clock()
+  runs = {"a": clock.run("a", 1.0), "b": clock.run("b", 2.0)}
+  assert interleaved(runs, 3, min_seconds=0.5, clock=clock) == {"a": [1.0] * 3, "b": [2.0] * 3}
+  assert clock.order == ["a", "b"] * 4
+
+
+def test_short_runs_repeat_within_their_turn():
+  """A sample lasts min_seconds, and is the time of one run."""
+  clock = Clock()
+  runs = {"a": clock.run("a", 0.25), "b": clock.run("b", 2.0)}
+  assert interleaved(runs, 2, min_seconds=0.5, clock=clock) == {"a": [0.25] * 2, "b": [2.0] * 2}
+  assert clock.order == ["a", "b"] + ["a", "a", "b"] * 2
 
 
 def test_ratio_compares_within_a_round():

@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> int:
   benches = parser.add_subparsers(dest="bench", required=True)
   cpu = benches.add_parser("cpu", help="the reference against jax.lax.ragged_dot and a dense matmul, on this CPU")
   cpu.add_argument("--quick", action="store_true", help="small shapes without targets, in seconds")
-  cpu.add_argument("--rounds", type=int, default=15, help="timed runs of each function (default 15)")
+  cpu.add_argument("--rounds", type=int, default=9, help="samples of each function (default 9)")
   cpu.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there too")
   options = parser.parse_args(args)
   if options.rounds < 1:

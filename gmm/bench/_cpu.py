@@ -27,6 +27,7 @@ class Shape:
     to_dense: forward, time relative to a batched dense matmul, at most.
     skew: forward, time of any distribution of sizes relative to the uniform one, at most.
     ragged_rounds: rounds against `ragged_dot`, which is slow for many groups.
+    min_seconds: least time of a sample.
   """
 
   m: int
@@ -38,6 +39,7 @@ class Shape:
   to_dense: float | None = None
   skew: float | None = None
   ragged_rounds: int = 5
+  min_seconds: float = 0.2
 
   def __str__(self) -> str:
     return f"m={self.m} k={self.k} n={self.n} g={self.g}"
@@ -49,17 +51,17 @@ _FULL = (
   Shape(m=4096, k=512, n=1024, g=256, over_ragged_dot=80, skew=1.25, ragged_rounds=3),
 )
 # Too small for the targets: it only shows that everything runs.
-_QUICK = (Shape(m=512, k=64, n=128, g=4), Shape(m=512, k=64, n=128, g=16))
+_QUICK = tuple(Shape(m=512, k=64, n=128, g=g, min_seconds=0.005) for g in (4, 16))
 
 
 def run_cpu(
-  *, quick: bool = False, rounds: int = 15, progress: Callable[[str], None] = lambda text: None
+  *, quick: bool = False, rounds: int = 9, progress: Callable[[str], None] = lambda text: None
 ) -> list[Figure]:
   """Measures the reference backend on this machine's CPU.
 
   Args:
     quick: small shapes, without targets.
-    rounds: timed runs of each function (fewer against `ragged_dot` with many groups).
+    rounds: samples of each function (fewer against `ragged_dot` with many groups).
     progress: called with a line of text before each measurement.
 
   Returns:
@@ -134,7 +136,7 @@ def _against_ragged_dot(shape: Shape, rounds: int) -> Iterator[Figure]:
   lhs, rhs, _ = _arrays(shape)
   args = (lhs, rhs, _uniform(shape))
   runs = {"ragged_dot": _bound(jax.lax.ragged_dot, *args), "reference": _bound(_forward, *args)}
-  seconds = interleaved(runs, min(rounds, shape.ragged_rounds))
+  seconds = interleaved(runs, min(rounds, shape.ragged_rounds), min_seconds=shape.min_seconds)
   yield Figure(
     part="forward, times faster than jax.lax.ragged_dot",
     name=str(shape),
@@ -154,7 +156,7 @@ def _gradients(shape: Shape, rounds: int) -> Iterator[Figure]:
     "ragged_dot": _bound(_with_gradients(jax.lax.ragged_dot), *args),
     "reference": _bound(_with_gradients(_forward), *args),
   }
-  seconds = interleaved(runs, min(rounds, shape.ragged_rounds))
+  seconds = interleaved(runs, min(rounds, shape.ragged_rounds), min_seconds=shape.min_seconds)
   yield Figure(
     part="forward and gradients, times faster than jax.lax.ragged_dot",
     name=str(shape),
@@ -170,7 +172,7 @@ def _against_dense(shape: Shape, rounds: int) -> Iterator[Figure]:
   stacked = lhs.reshape(shape.g, shape.m // shape.g, shape.k)
   dense = lambda lhs, rhs: jnp.matmul(lhs, rhs, precision=jax.lax.Precision.HIGHEST)
   runs = {"dense": _bound(dense, stacked, rhs), "reference": _bound(_forward, lhs, rhs, _uniform(shape))}
-  seconds = interleaved(runs, rounds)
+  seconds = interleaved(runs, rounds, min_seconds=shape.min_seconds)
   yield Figure(
     part="forward, time relative to a batched dense matmul",
     name=str(shape),
@@ -189,7 +191,7 @@ def _distributions(shape: Shape, rounds: int) -> Iterator[Figure]:
   # One program for all: new group sizes do not compile again.
   sizes = {name: jnp.asarray(s) for name, s in distributions(shape.m, shape.g).items()}
   runs = {name: lambda s=s: jax.block_until_ready(forward(lhs, rhs, s)) for name, s in sizes.items()}
-  seconds = interleaved(runs, rounds)
+  seconds = interleaved(runs, rounds, min_seconds=shape.min_seconds)
   for name in sizes:
     if name != "uniform":
       yield Figure(
