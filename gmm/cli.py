@@ -118,6 +118,9 @@ def _run_checks(names, options, console):
 
 def _run_tables(names, console):
   """The MoE table: `small` for compiled backends, `tiny` for interpreted ones beside the reference."""
+  import concurrent.futures
+  import multiprocessing
+
   import gmm
   from gmm import table
 
@@ -125,13 +128,14 @@ def _run_tables(names, console):
   compiled = [n for n in names if n not in interpreted]
   runs = [("small", compiled)] if compiled else []
   if interpreted:
-    runs.append(("tiny", ["reference", *interpreted]))
+    runs.append(("tiny", list(dict.fromkeys(["reference", *interpreted]))))
   holds, found = True, []
-  with _progress(console) as bar:
-    for config, backends in runs:
-      task = bar.add_task(f"MoE table {config}", total=1 + len(backends) * len(table.SCHEMES))
-      step = lambda what, task=task: bar.update(task, advance=1, description=f"MoE table: {what}")
-      computed = table.compute(table.CONFIGS[config], backends, table.SCHEMES, progress=step)
+  # Each table compiles on one core; processes of their own, as JAX's threads do not survive a fork.
+  spawn = multiprocessing.get_context("spawn")
+  with _progress(console) as bar, concurrent.futures.ProcessPoolExecutor(len(runs), spawn) as pool:
+    task = bar.add_task(f"MoE tables: {', '.join(config for config, _ in runs)}", total=len(runs))
+    for computed in pool.map(table.compute, [table.CONFIGS[c] for c, _ in runs], [b for _, b in runs]):
+      bar.update(task, advance=1)
       judged = table.criteria(computed)
       table.print_table(computed, judged, bar.console)
       holds = holds and all(c.ok for c in judged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import fnmatch
 import time
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import hypothesis
 import hypothesis.errors
+import jax
 
 from gmm import _registry as backend_registry
 from gmm._protocol import Backend, Unsupported
@@ -144,7 +146,7 @@ def run_check(check: Check, backend: Backend, *, profile: Profile = "default", s
   tally = _Tally()
   status, message = "passed", ""
   try:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quick_compiles(backend):
       # Hypothesis warns of a slow first example, which is a compile.
       warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
       _run_cases(check, backend, EXAMPLES[profile], seed, lambda case: tally.run(check, backend, case))
@@ -166,6 +168,23 @@ def run_check(check: Check, backend: Backend, *, profile: Profile = "default", s
     message=message,
     seconds=time.monotonic() - begun,
   )
+
+
+@contextlib.contextmanager
+def _quick_compiles(backend: Backend) -> Iterator[None]:
+  """Compiles an interpreted kernel without optimising: its program runs for milliseconds only.
+
+  What is compiled for real is compiled as users compile it.
+  """
+  if not backend.interpreted():
+    yield
+    return
+  before = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", True)
+  try:
+    yield
+  finally:
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class _Tally:
