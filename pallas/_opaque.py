@@ -43,7 +43,8 @@ def _primitive() -> Primitive:
     plain = context.replace(
       avals_in=[_without_axes(a) for a in context.avals_in], avals_out=[_without_axes(a) for a in context.avals_out]
     )
-    with config._check_vma(False):
+    # Pallas's interpreter mixes index dtypes when x64 is on, which strict promotion refuses.
+    with config._check_vma(False), jax.numpy_dtype_promotion("standard"):
       return mlir.lower_fun(run, multiple_results=False)(plain, *operands)
 
   def batch(operands: Any, dims: Any, *, run: Any, shape: tuple[int, ...]) -> tuple[jax.Array, int]:
