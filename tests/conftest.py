@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
+import re
 
 # Four CPU devices, so that sharded checks have something to shard over; before JAX starts.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 import hypothesis
 import jax
+import pytest
+
+from gmm.conformance._case import Case
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -20,3 +26,26 @@ hypothesis.settings.register_profile(
   suppress_health_check=(hypothesis.HealthCheck.too_slow,),  # compilation again
 )
 hypothesis.settings.load_profile("gmm")
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> Case:
+  """The public fault that `test_<id>_...` is about, from tests/data/faults.json: its sizes, dtype, data and seed.
+
+  Where the entry gives no list of sizes, `group_sizes` is empty and the test draws them. Operands that
+  a recipe quantizes are bfloat16.
+  """
+  name = request.node.originalname.split("_")[1].upper()
+  faults = json.loads((pathlib.Path(__file__).parent / "data" / "faults.json").read_text())
+  (entry,) = (f for f in faults if f["id"] == name)
+  shapes, sizes, dtypes, inputs = (entry[f] for f in ("shapes", "group_sizes", "dtypes", "inputs"))
+  seed = re.search(r"(?:INT|NRM)\((\d+)\)", inputs)
+  return Case(
+    m=shapes["m"],
+    k=shapes["k"],
+    n=shapes["n"],
+    group_sizes=tuple(sizes) if isinstance(sizes, list) else (),
+    dtype="float32" if isinstance(dtypes, dict) and dtypes["lhs"] == "f32" else "bfloat16",
+    data="integers" if "INT" in inputs else "real",
+    seed=int(seed[1]) if seed else 0,
+  )
