@@ -9,6 +9,9 @@ up to all rows. Around them, in plain jax.numpy:
 - Rows: m is padded to the tile, and rows of no local group are zeroed before and selected to
   zero after, so that nothing in them is ever multiplied. Cost: one pass over lhs and one over
   the result.
+- Many rows: the kernels find the group of each row tile with a float32 histogram, which errs
+  from about 4100 row tiles on. More than `_MOST_TILES` are done in several calls. Cost: one more
+  pass over the result.
 - Codes: fp8 and int8 are exact in bfloat16 (or float32 beside a float32 operand), so they are
   cast, and their scales multiply the float32 result outside: one more pass over the result.
 - vmap and shard_map: see `_opaque`; vmap calls the kernel once for each element.
@@ -17,6 +20,7 @@ up to all rows. Around them, in plain jax.numpy:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +31,10 @@ from gmm._groups import covered_rows, local_ranges, row_groups
 from gmm._protocol import Backend, Problem, Tile
 from gmm._qarray import Operand, QArray
 from gmm.pallas._opaque import opaque
+
+# Row tiles of one kernel call. Tile i is counted in the bin that begins at i * (T - 1) / T of T
+# tiles: near the end 1 / T from the tile before, which at 2048 is still 4 float32 spacings.
+_MOST_TILES = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,13 +161,16 @@ def _gmm(
     tile = _tile(tiling, (m, k, n), interpreted)
     # 1. Rows: padded to the tile, and zero where no local group owns them.
     rows = _pad_rows(jnp.where(covered, x, jnp.zeros((), x.dtype)), tile[0])
-    # 2. Groups: sizes add up to all rows; the local groups are 1 to g.
-    sizes = _all_sizes(starts, ends, rows.shape[0])
-    # 3. Multiply, and keep the rows that a local group owns: the others were never written.
     run = _Run(
       kernel.gmm, tile=tile, transpose_rhs=transpose_rhs, precision=_precision(precision, x), interpret=interpreted
     )
-    out = jnp.where(covered, opaque(run, (rows.shape[0], n), rows, w, sizes)[:m], 0.0)
+    # 2. Multiply in calls of whole tiles. In each the groups' sizes add up to its rows, and the
+    #    local groups are 1 to g.
+    parts = [
+      opaque(run, (b - a, n), rows[a:b], w, _all_sizes(starts, ends, a, b)) for a, b in _calls(rows.shape[0], tile[0])
+    ]
+    # 3. Keep the rows that a local group owns: the others were never written.
+    out = jnp.where(covered, jnp.concatenate(parts)[:m], 0.0)
   # 4. Scales, one after the other; one that is NaN must not reach rows of no group.
   if x_scale is not None:
     out = out * x_scale.astype(jnp.float32)
@@ -204,9 +215,12 @@ def _tgmm(
     tile = _tile(tiling, (m, k, n), interpreted)
     covered = covered_rows(starts, ends, m)[:, None]
     x, d = (_pad_rows(jnp.where(covered, a, jnp.zeros((), a.dtype)), tile[0]) for a in (x, d))
-    sizes = _all_sizes(starts, ends, x.shape[0])
     run = _Run(kernel.tgmm, num_groups=g, tile=tile, precision=_precision(precision, x), interpret=interpreted)
-    out = opaque(run, (g, k, n), x, d, sizes)
+    # A group whose rows are in no call's share adds exactly zero there.
+    parts = (
+      opaque(run, (g, k, n), x[a:b], d[a:b], _all_sizes(starts, ends, a, b)) for a, b in _calls(x.shape[0], tile[0])
+    )
+    out = functools.reduce(jnp.add, parts)
   if x_scale is not None:
     out = out * x_scale.astype(jnp.float32).reshape(1, -1, 1)
   if d_scale is not None:
@@ -227,8 +241,15 @@ def _same_float(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _precision(precision: Any, x: jax.Array) -> Any:
-  """float32 operands multiply at float32 precision unless told otherwise (SPEC GMM-7)."""
-  if precision is None and x.dtype == jnp.float32:
+  """The precision that the kernel is asked for.
+
+  float32 operands multiply at float32 precision unless told otherwise (SPEC GMM-7). Products of
+  bfloat16 are exact at any, and Mosaic compiles them at the default one only. Mosaic of JAX 0.12
+  has HIGH (three passes), that of 0.10 has not: HIGHEST (six) stands in for it.
+  """
+  if x.dtype == jnp.bfloat16:
+    return jax.lax.Precision.DEFAULT
+  if precision is None or (precision == jax.lax.Precision.HIGH and jax.__version_info__ < (0, 12)):
     return jax.lax.Precision.HIGHEST
   return precision
 
@@ -237,12 +258,19 @@ def _pad_rows(x: jax.Array, tile_m: int) -> jax.Array:
   return jnp.pad(x, ((0, -x.shape[0] % tile_m), (0, 0)))
 
 
-def _all_sizes(starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
-  """int32 [g + 2]: rows before the local groups, the groups, rows after; their sum is `rows`.
+def _calls(rows: int, tile_m: int) -> list[tuple[int, int]]:
+  """Row ranges, one per kernel call: whole tiles, at most `_MOST_TILES` of them, that cover all rows in order."""
+  step = _MOST_TILES * tile_m
+  return [(a, min(a + step, rows)) for a in range(0, rows, step)]
 
-  Local groups are consecutive: starts[j + 1] == ends[j].
+
+def _all_sizes(starts: jax.Array, ends: jax.Array, first: int, last: int) -> jax.Array:
+  """int32 [g + 2], what rows [first, last) hold of: rows before the local groups, each group, rows after.
+
+  Their sum is last - first, because local groups are consecutive: starts[j + 1] == ends[j].
   """
-  return jnp.concatenate([starts[:1], ends - starts, rows - ends[-1:]]).astype(jnp.int32)
+  starts, ends = jnp.clip(starts, first, last), jnp.clip(ends, first, last)
+  return jnp.concatenate([starts[:1] - first, ends - starts, last - ends[-1:]]).astype(jnp.int32)
 
 
 def _tile(tiling: Tile | None, dims: tuple[int, int, int], interpreted: bool) -> Tile:

@@ -48,7 +48,7 @@ def _gmm(
     _, tile_k, tile_n = tile
     lhs = _whole_tiles(lhs, (1, tile_k))
     rhs = _whole_tiles(rhs, (1, tile_n, tile_k) if transpose_rhs else (1, tile_k, tile_n))
-  with _environment(interpret):
+  with _environment():
     out = kernel.gmm(
       lhs,
       rhs,
@@ -78,7 +78,7 @@ def _tgmm(
   k, n = lhs.shape[1], dout.shape[1]
   if interpret:
     lhs, dout = _whole_tiles(lhs, (1, tile[1])), _whole_tiles(dout, (1, tile[2]))
-  with _environment(interpret):
+  with _environment():
     out = kernel.tgmm(
       lhs.swapaxes(0, 1),
       dout,
@@ -99,15 +99,22 @@ def _whole_tiles(x: jax.Array, tile: tuple[int, ...]) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _environment(interpret: bool) -> Iterator[None]:
+def _environment() -> Iterator[None]:
   """What tokamax's code needs while it is traced: dtypes that mix, and a TPU to ask about."""
-  device = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  with (
-    jax.numpy_dtype_promotion("standard"),
-    jax.sharding.use_abstract_mesh(mesh) if interpret else contextlib.nullcontext(),
-  ):
+  with jax.numpy_dtype_promotion("standard"), _some_tpu():
     yield
+
+
+def _some_tpu() -> contextlib.AbstractContextManager[None]:
+  """A stand-in where there is no TPU, in the interpreter or compiling ahead of time.
+
+  A chip that is named already, by `jax.sharding.use_abstract_mesh` or by the shard_map around, stays.
+  """
+  named = jax.sharding.get_abstract_mesh().abstract_device
+  if jax.default_backend() == "tpu" or (named is not None and named.platform == "tpu"):
+    return contextlib.nullcontext()
+  device = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
+  return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def _canonical(precision: Any) -> Any:
