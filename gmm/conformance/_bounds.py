@@ -1,10 +1,11 @@
 """How far a correct result may lie from the exact one, element by element (SPEC appendix A).
 
-A sum of t terms in any order, accumulated with unit roundoff u, has an error of at most
-gamma_t = t·u / (1 - t·u) times the sum of the terms' magnitudes (N. Higham, Accuracy and
-Stability of Numerical Algorithms, 2nd ed., section 3.1 and lemma 3.1). Every further rounding
-adds one to t. So the bound grows with the length and is sharp only for short sums: checks run
-on k <= 16 and on data of one sign as well.
+Every rounding multiplies what it rounds by 1 + d, |d| <= u, and t of them in a row by at most
+(1 + u)^t. So a sum in any order, each term of which passes at most t roundings, is off by at most
+(1 + u)^t - 1 times the sum of the terms' magnitudes (N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., sections 3.1 and 4.2; his gamma_t = t·u / (1 - t·u) is a little
+larger, and useless from t·u = 1 on). The bound grows with the length and is sharp only for short
+sums: checks run on k <= 16 and on data of one sign as well.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ def error_bound(
   """
   # 1. The sum: t terms take t - 1 additions, and a rounding each where products are inexact.
   adds = np.maximum(exact.terms - 1, 0) + (1 if inexact_products else 0)
-  error = _gamma(adds, unit_roundoff(accumulator)) * exact.magnitude
+  error = _growth(adds, unit_roundoff(accumulator)) * exact.magnitude
   # 2. Then a conversion of an integer sum, the scales, and what is added, in float32.
   after = exact.scaled + extra_roundings + (accumulator == "int32")
   size = exact.magnitude + extra_magnitude
-  error = error + _gamma(after, unit_roundoff("float32")) * (size + error)
+  error = error + _growth(after, unit_roundoff("float32")) * (size + error)
   # 3. Products and sums that a platform flushes to zero.
   error = error + (exact.terms + after) * _FLUSHED
   # 4. The result's own rounding, of the exact value plus the error so far.
-  out_unit = unit_roundoff(out_dtype) if out_dtype != "float32" else 0.0
+  #    A result in the dtype that was computed in, or a wider one, is not rounded again.
+  last = unit_roundoff("float32" if np.any(after) else accumulator)
+  out_unit = unit_roundoff(out_dtype)
+  out_unit = out_unit if out_unit > last else 0.0
   for _ in range(out_roundings):
     error = error + out_unit * (np.abs(exact.value) + error) + max(float(jnp.finfo(out_dtype).tiny), _FLUSHED)
   return error
@@ -79,6 +83,6 @@ def backend_bound(backend: Backend, exact: Exact, out_dtype: str, operands: tupl
   )
 
 
-def _gamma(roundings, unit: float) -> np.ndarray:
-  product = np.asarray(roundings, np.float64) * unit
-  return product / (1 - product)
+def _growth(roundings, unit: float) -> np.ndarray:
+  """(1 + unit)^roundings - 1, without cancellation."""
+  return np.expm1(np.asarray(roundings, np.float64) * np.log1p(unit))

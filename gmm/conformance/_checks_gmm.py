@@ -11,10 +11,11 @@ import numpy as np
 
 from gmm import _op
 from gmm._protocol import Backend
+from gmm._recipe import Quant, recipe
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case, numpy_dtype
-from gmm.conformance._programs import both_ways, forward
+from gmm.conformance._programs import both_ways, forward, transposed
 from gmm.conformance._registry import check, expect, expect_equal, expect_within
 
 
@@ -215,6 +216,43 @@ def equivariance(backend: Backend, case: Case) -> None:
     expect_equal(two, np.asarray(one), "out of a split group")
 
 
+@check("GMM-11", "rows permute inside their group, and drhs does not change", "exact", weight=0.5)
+def rows_inside_a_group(backend: Backend, case: Case) -> None:
+  """Integer sums are exact, so their order must not show."""
+  run, sums = forward(backend), transposed(backend)
+  rng = np.random.default_rng(case.seed)
+  moved = np.concatenate([rng.permutation(np.arange(*r)) for r in _oracle.ranges(case.sizes)] or [[]])
+  moved = np.concatenate([moved, np.arange(case.used, case.m)]).astype(int)
+  out = np.asarray(run(case.lhs, case.rhs, case.sizes))
+  expect_equal(run(case.lhs[moved], case.rhs, case.sizes), out[moved], "out of permuted rows", _owner(case))
+  drhs = np.asarray(sums(case.lhs, case.dout, case.sizes))
+  expect_equal(sums(case.lhs[moved], case.dout[moved], case.sizes), drhs, "drhs of permuted rows", np.arange(case.g))
+
+
+@check("GMM-11", "powers of two pass through a dynamic absmax unchanged", "quantized_short", weight=0.7)
+def powers_of_two(backend: Backend, case: Case) -> None:
+  """One factor per row for out and dlhs, one per operand for drhs: codes stay, so every bit but the exponent does."""
+  run, rule = both_ways(backend, recipe=case.recipe), recipe(case.recipe)
+  rng = np.random.default_rng([case.seed, 4])
+
+  def factor(quant: Quant | None, rows: int) -> np.ndarray:
+    # A fixed range does not follow its operand; a scale shared by all rows follows one factor.
+    if quant is not None and quant.fixed_range is not None:
+      return np.ones((1, 1))
+    rows = 1 if quant is not None and quant.one_scale else rows
+    return 2.0 ** rng.integers(-8, 9, (rows, 1))
+
+  times = lambda x, by: (x.astype(np.float64) * by).astype(x.dtype)
+  out, dlhs, drhs = (np.asarray(x) for x in run(case.lhs, case.rhs, case.sizes, case.dout))
+  for rows in (case.m, 1):
+    a, b, c = factor(rule.lhs, rows), factor(rule.rhs, 1), factor(rule.dout, rows)
+    got = run(times(case.lhs, a), times(case.rhs, b), case.sizes, times(case.dout, c))
+    expect_equal(got[0], times(out, a * b), f"out of {case.recipe}", _owner(case))
+    expect_equal(got[1], times(dlhs, b * c), f"dlhs of {case.recipe}", _owner(case))
+    if rows == 1:
+      expect_equal(got[2], times(drhs, a * c), f"drhs of {case.recipe}", np.arange(case.g))
+
+
 @check("GMM-12", "eager, jit, scan and remat give the same bits", "short", weight=0.15)
 def transforms(backend: Backend, case: Case) -> None:
   """Control flow around the op changes nothing."""
@@ -326,6 +364,8 @@ CHECKS = (
   existing_out,
   transpose_rhs,
   equivariance,
+  rows_inside_a_group,
+  powers_of_two,
   transforms,
   vmap,
   shard_map,

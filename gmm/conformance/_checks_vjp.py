@@ -16,6 +16,7 @@ from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case
 from gmm.conformance._operands import backward_operands, dtype_of, forward_operands
+from gmm.conformance._planted import lossless
 from gmm.conformance._programs import both_ways
 from gmm.conformance._registry import check, expect, expect_equal, expect_within
 
@@ -76,6 +77,20 @@ def backward_table(backend: Backend, case: Case) -> float | None:
     bound = backend_bound(backend, exact, case.dtype, types)
     worst = max(worst, expect_within(got, exact.value, bound, f"{name} of {case.recipe}", index))
   return worst
+
+
+@check("VJP-2", "operands that quantize without loss give the unquantized result and gradients", "quantized_short")
+def lossless_operands(backend: Backend, case: Case) -> None:
+  """Power-of-two scales and integer codes, planted: exact, and the oracle has never seen `gmm.quantize`."""
+  planted = lossless(case)
+  got = both_ways(backend, recipe=case.recipe)(planted.lhs, planted.rhs, case.sizes, planted.dout)
+  owner, groups = _oracle.owner_of_rows(_rows(case), case.m), np.arange(case.g)
+  for x, exact, name, index in (
+    (got[0], _oracle.gmm(planted.lhs_value, planted.rhs_value, _rows(case)), "out", owner),
+    (got[1], _oracle.gmm(planted.dout, planted.rhs_value, _rows(case), transpose_rhs=True), "dlhs", owner),
+    (got[2], _oracle.tgmm(planted.lhs_value, planted.dout, _rows(case)), "drhs", groups),
+  ):
+    expect_equal(x, exact.value.astype(planted.lhs.dtype), f"{name} of {case.recipe}", index)
 
 
 @check("VJP-3", "cotangents have their operand's dtype; sizes and codes have none", "short", weight=0.3)
@@ -246,6 +261,7 @@ CHECKS = (
   gradients,
   transposed_gradients,
   backward_table,
+  lossless_operands,
   cotangent_dtypes,
   unused_rows,
   offset_gradients,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gmm import _registry
-from gmm.conformance._run import Profile, Report, Result, checks, plan, run_check
+from gmm.conformance._run import Profile, Report, Result, checks, plan, run_check, select
 
 
 def check_in_processes(
@@ -34,10 +34,11 @@ def check_in_processes(
     Report, in the same order and with the same cases as in one process.
 
   Raises:
+    ValueError, ImportError: as in `check_backends`.
     RuntimeError: a process died.
   """
   begun = time.monotonic()
-  by_id = {c.id: c for c in checks(clauses)}
+  by_id = {c.id: c for c in select(clauses, profile)}
   order = [(c.id, b.name) for c, b in plan([_registry.get_backend(b) for b in backends], tuple(by_id.values()))]
   # The reference's part and the library's go last: they are short, and fill the gaps.
   tasks = sorted(backends, key=lambda name: name == "reference")

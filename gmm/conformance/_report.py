@@ -17,6 +17,7 @@ _RANK = ("suite error", "failed", "declined", "passed")  # worst first
 
 def print_report(report: Report, console: rich.console.Console) -> None:
   """Prints clause x backend, what was declined and why, and each failure with its smallest case."""
+  console.print("[bold]SPEC clauses[/] (with the worst error / bound where there is one; the others are exact)")
   console.print(_clause_table(report))
   for backend in _backends(report):
     for reason, clauses in _declined(report, backend).items():
@@ -87,10 +88,7 @@ def _clause_table(report: Report) -> rich.table.Table:
   import rich.table
 
   view = rich.table.Table(
-    title="SPEC clauses (worst error / bound where there is one; the rest are exact)",
     box=rich.box.SIMPLE_HEAD,
-    title_justify="left",
-    title_style="bold",
     padding=(0, 1, 0, 0),
   )
   backends = [b for b in _backends(report) if b != "(library)"] or ["(library)"]

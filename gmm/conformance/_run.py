@@ -115,18 +115,24 @@ def check_backends(
   on_result: Callable[[Result], None] | None = None,
 ) -> Report:
   """`check_backend` for several; checks of the library itself run once."""
-  if profile not in EXAMPLES:
-    raise ValueError(f"Unknown profile {profile!r}; known: {', '.join(EXAMPLES)}.")
-  chosen = checks(clauses)
-  if not chosen:
-    known = ", ".join(sorted({c.clause for c in _checks.CHECKS}))
-    raise ValueError(f"No clause matches {clauses!r}; known: {known}.")
+  chosen = select(clauses, profile)
   begun, results = time.monotonic(), []
   for check, backend in plan([backend_registry.get_backend(b) for b in backends], chosen):
     results.append(run_check(check, backend, profile=profile, seed=seed))
     if on_result is not None:
       on_result(results[-1])
   return Report(tuple(results), profile, seed, time.monotonic() - begun)
+
+
+def select(clauses: str, profile: str) -> tuple[Check, ...]:
+  """`checks(clauses)`; raises ValueError when none matches or the profile is unknown."""
+  if profile not in EXAMPLES:
+    raise ValueError(f"Unknown profile {profile!r}; known: {', '.join(EXAMPLES)}.")
+  chosen = checks(clauses)
+  if not chosen:
+    known = ", ".join(dict.fromkeys(c.clause for c in _checks.CHECKS))
+    raise ValueError(f"No clause matches {clauses!r}; known: {known}.")
+  return chosen
 
 
 def plan(backends: list[Backend], chosen: tuple[Check, ...]) -> Iterator[tuple[Check, Backend]]:
