@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from gmm._groups import covered_rows, local_ranges, row_groups
-from gmm._protocol import Backend, Problem, Tile
+from gmm._protocol import Backend, Problem, Tile, Unsupported, operand_spec
 from gmm._qarray import Operand, QArray
 from gmm.pallas._opaque import opaque
 
@@ -114,7 +114,7 @@ def _supports(kernel: Kernel, interpret: bool | None, problem: Problem) -> str |
   ):
     if operand.dtype == "int4":
       return f"{name} has int4 codes, which the kernel does not take; int8 and fp8 it does. {use}"
-    if operand.dtype == "float64":
+    if "float64" in (operand.dtype, operand.scale_dtype):
       return f"{name} is float64, and the kernel multiplies float32 at most. {use}"
     if operand.scale_shape is not None:
       blocks = [s not in (1, d) for s, d in zip(operand.scale_shape, operand.shape, strict=True)]
@@ -127,7 +127,14 @@ def _supports(kernel: Kernel, interpret: bool | None, problem: Problem) -> str |
     return f"The result is float64, and the kernel accumulates in float32. {use}"
   if isinstance(problem.precision, jax.lax.DotAlgorithmPreset):
     return f"precision is the preset {problem.precision.name}; give a jax.lax.Precision. {use}"
-  return None
+  return _tiling_fault(problem.tiling, (problem.m, problem.k, problem.n))
+
+
+def _refuse_unsupported(kernel: Kernel, interpret: bool | None, **problem: Any) -> None:
+  """Raises for what `_supports` declines, also where a caller did not ask (SPEC REG-5)."""
+  reason = _supports(kernel, interpret, Problem(platform=jax.default_backend(), **problem))
+  if reason is not None:
+    raise Unsupported(f"Backend {kernel.name!r} cannot do this {problem['pass_']} call: {reason}")
 
 
 def _gmm(
@@ -147,10 +154,24 @@ def _gmm(
   tiling: Tile | None = None,
 ) -> jax.Array:
   """`Backend.gmm` around a kernel."""
-  assert lhs_quant is None  # declined in supports
-  assert lhs_prescale is None
   (x, x_scale), (w, w_scale) = _split(lhs), _split(rhs)
   (m, k), (g, n) = x.shape, (w.shape[0], w.shape[1 if transpose_rhs else 2])
+  _refuse_unsupported(
+    kernel,
+    interpret,
+    pass_="fwd",
+    m=m,
+    k=k,
+    n=n,
+    num_groups=g,
+    num_global_groups=group_sizes.shape[0],
+    lhs=operand_spec(lhs, lhs_quant, lhs_prescale),
+    rhs=operand_spec(rhs),
+    out_dtype=jnp.dtype(preferred_element_type).name,
+    transpose_rhs=transpose_rhs,
+    precision=precision,
+    tiling=tiling,
+  )
   x, w = _same_float(x, w)
   starts, ends = local_ranges(group_sizes, group_offset, g)
   covered = covered_rows(starts, ends, m)[:, None]
@@ -201,11 +222,23 @@ def _tgmm(
   tiling: Tile | None = None,
 ) -> jax.Array:
   """`Backend.tgmm` around a kernel."""
-  assert lhs_quant is None  # declined in supports
-  assert dout_quant is None
-  assert dout_prescale is None
   (x, x_scale), (d, d_scale) = _split(lhs), _split(dout)
   (m, k), n, g = x.shape, d.shape[1], num_groups
+  _refuse_unsupported(
+    kernel,
+    interpret,
+    pass_="drhs",
+    m=m,
+    k=k,
+    n=n,
+    num_groups=g,
+    num_global_groups=group_sizes.shape[0],
+    lhs=operand_spec(lhs, lhs_quant),
+    rhs=operand_spec(dout, dout_quant, dout_prescale),
+    out_dtype=jnp.dtype(preferred_element_type).name,
+    precision=precision,
+    tiling=tiling,
+  )
   x, d = _same_float(x, d)
   starts, ends = local_ranges(group_sizes, group_offset, g)
   if 0 in (m, k, n, g):
@@ -280,22 +313,25 @@ def _tile(tiling: Tile | None, dims: tuple[int, int, int], interpreted: bool) ->
   block and the accumulator about 10 MiB, inside the 16 MiB that every TPU generation gives
   without being asked. An interpreted step costs the same whatever it multiplies, so there the
   tiles are as large as the operands, up to 512 x 4096 x 4096.
-
-  Raises:
-    ValueError: an explicit tile whose sizes a TPU cannot take.
   """
-  if tiling is not None:
-    tile_m, tile_k, tile_n = tiling
-    small = [
-      f"{name} = {t}" for name, t, d in (("tile_k", tile_k, dims[1]), ("tile_n", tile_n, dims[2])) if t % 128 and t != d
-    ]
-    if tile_m % 8 or small:
-      wrong = [f"tile_m = {tile_m}"] * bool(tile_m % 8) + small
-      raise ValueError(
-        f"tiling has {', '.join(wrong)} for (m, k, n) = {dims}: tile_m must be a multiple of 8, tile_k and tile_n "
-        f"multiples of 128 or the whole dimension."
-      )
-    return tile_m, min(tile_k, dims[1]), min(tile_n, dims[2])
+  if tiling is not None:  # found legal in `_supports`
+    return tiling[0], min(tiling[1], dims[1]), min(tiling[2], dims[2])
   most = (512, 4096, 4096) if interpreted else (128, 1024, 512)
   m = -(-dims[0] // 16) * 16  # whole sublanes of bfloat16
   return min(most[0], m), min(most[1], dims[1]), min(most[2], dims[2])
+
+
+def _tiling_fault(tiling: Tile | None, dims: tuple[int, int, int]) -> str | None:
+  """What a TPU cannot take of an explicit tile of a call on dims (m, k, n), or None."""
+  if tiling is None:
+    return None
+  wrong = [f"tile_m = {tiling[0]}"] if tiling[0] % 8 else []
+  for name, tile, dim in zip(("tile_k", "tile_n"), tiling[1:], dims[1:], strict=True):
+    if tile % 128 and tile != dim:
+      wrong.append(f"{name} = {tile}")
+  if not wrong:
+    return None
+  return (
+    f"tiling has {', '.join(wrong)} for (m, k, n) = {dims}: tile_m must be a multiple of 8, tile_k and tile_n "
+    f"multiples of 128 or the whole dimension."
+  )
