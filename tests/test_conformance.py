@@ -43,6 +43,13 @@ def test_clause(name, check):
   assert result.declined == 0 or check.run.__name__ in MAY_DECLINE, result.reasons
 
 
+def _halves(lhs, rhs, axis):
+  """Both operands cut in two along the contracting axis."""
+  half = lhs.shape[1] // 2
+  parts = (slice(None, half), slice(half, None))
+  return [lhs[:, s] for s in parts], [rhs[(slice(None),) * axis + (s,)] for s in parts]
+
+
 @functools.cache
 def _broken(fault):
   """The reference with one fault of a kind that public kernels had."""
@@ -68,6 +75,12 @@ def _broken(fault):
     if fault == "rounds twice":
       kwargs["preferred_element_type"], wanted = "bfloat16", kwargs["preferred_element_type"]
       return reference.gmm(lhs, rhs, sizes, **kwargs).astype(wanted)
+    if fault == "scales below 2^-8 raised" and isinstance(lhs, gmm.QArray):
+      lhs = gmm.QArray(lhs.qvalue, jnp.maximum(lhs.scale, jnp.asarray(2.0**-8, lhs.scale.dtype)))
+    if fault == "sums in bfloat16" and lhs.dtype == jnp.bfloat16 and not isinstance(rhs, gmm.QArray):
+      axis = 2 if kwargs["transpose_rhs"] else 1
+      halves = [reference.gmm(x, w, sizes, **kwargs) for x, w in zip(*_halves(lhs, rhs, axis), strict=True)]
+      return halves[0] + halves[1]
     out = reference.gmm(lhs, rhs, sizes, **kwargs)
     starts, ends = local_ranges(sizes, offset, g)
     covered = covered_rows(starts, ends, out.shape[0])[:, None]
@@ -82,6 +95,12 @@ def _broken(fault):
     return out
 
   def broken_tgmm(lhs, dout, sizes, **kwargs):
+    if fault == "forward scale forgotten in drhs":
+      kwargs["dout_prescale"] = None
+    if fault == "first row of a group twice" and not isinstance(lhs, gmm.QArray):
+      starts = local_ranges(sizes, kwargs["group_offset"], kwargs["num_groups"])[0]
+      again = jnp.any(jnp.arange(lhs.shape[0])[:, None] == starts[None], axis=1)
+      lhs = jnp.where(again[:, None], lhs + lhs, lhs)
     out = reference.tgmm(lhs, dout, sizes, **kwargs)
     starts, ends = local_ranges(sizes, kwargs["group_offset"], kwargs["num_groups"])
     if fault == "empty group left over":
@@ -105,10 +124,14 @@ FAULTS = {
   "NaN leaks between groups": "GMM-3:isolation",
   "offset ignored": "GMM-5:offset_shards",
   "rounds twice": "GMM-7:result_dtype",
+  "sums in bfloat16": "GMM-1:rows_of_groups",
   "partial_sum twice": "GMM-8:partial_sum",
+  "scales below 2^-8 raised": "GMM-11:powers_of_two",
   "empty group left over": "TGMM-2:empty_groups",
   "last row of a group lost": "TGMM-1:rows_summed_by_group",
+  "first row of a group twice": "GMM-11:rows_inside_a_group",
   "drhs in bfloat16": "VJP-1:gradients",
+  "forward scale forgotten in drhs": "VJP-2:lossless_operands",
   "lhs scale dropped": "QNT-1:quantized_operands",
   "rhs scale of group 0 for all": "QNT-1:quantized_operands",
   "supports lies": "REG-5:supports_both_ways",
@@ -123,6 +146,27 @@ def test_fault_is_caught(fault):
   assert result.status == "failed", result
   assert result.case is not None
   assert len(result.message) > 20
+
+
+@pytest.mark.parametrize("ran", ["GMM-1:rows_of_groups", "TGMM-1:rows_summed_by_group", "VJP-1:gradients"])
+def test_another_order_of_summation_is_no_fault(ran):
+  """A correct backend that adds up backwards passes where the bound decides: no false alarm."""
+  reference = gmm.get_backend("reference")
+
+  def backwards(lhs, rhs, sizes, **kwargs):
+    if isinstance(rhs, gmm.QArray):
+      return reference.gmm(lhs, rhs, sizes, **kwargs)
+    return reference.gmm(lhs[:, ::-1], rhs[..., ::-1] if kwargs["transpose_rhs"] else rhs[:, ::-1], sizes, **kwargs)
+
+  def swapped(lhs, dout, sizes, **kwargs):
+    return reference.tgmm(dout, lhs, sizes, **kwargs).swapaxes(1, 2)
+
+  other = gmm.Backend(name="backwards", gmm=backwards, tgmm=swapped, supports=reference.supports)
+  (check,) = (c for c in checks() if c.id == ran)
+  result = run_check(check, other, profile="default")
+  assert result.status == "passed", f"{result.case}\n{result.message}"
+  assert result.ratio is not None
+  assert 0.1 < result.ratio <= 1
 
 
 def test_smallest_case_is_kept():
