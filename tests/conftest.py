@@ -32,8 +32,8 @@ hypothesis.settings.load_profile("gmm")
 def fault(request: pytest.FixtureRequest) -> Case:
   """The public fault that `test_<id>_...` is about, from tests/data/faults.json: its sizes, dtype, data and seed.
 
-  Where the entry gives no list of sizes, `group_sizes` is empty and the test draws them. Operands that
-  a recipe quantizes are bfloat16.
+  Where the entry gives no list of sizes they are zeros, and the test draws its own. Operands that a recipe
+  quantizes are bfloat16.
   """
   name = request.node.originalname.split("_")[1].upper()
   faults = json.loads((pathlib.Path(__file__).parent / "data" / "faults.json").read_text())
@@ -44,7 +44,7 @@ def fault(request: pytest.FixtureRequest) -> Case:
     m=shapes["m"],
     k=shapes["k"],
     n=shapes["n"],
-    group_sizes=tuple(sizes) if isinstance(sizes, list) else (),
+    group_sizes=tuple(sizes) if isinstance(sizes, list) else (0,) * shapes["groups"],
     dtype="float32" if isinstance(dtypes, dict) and dtypes["lhs"] == "f32" else "bfloat16",
     data="integers" if "INT" in inputs else "real",
     seed=int(seed[1]) if seed else 0,
