@@ -88,6 +88,29 @@ def test_bound_of_declared_roundings():
   assert error_bound(exact, "float32", accumulator="int32").item() < error_bound(exact, "float32").item()
 
 
+@pytest.mark.parametrize(
+  ("accumulator", "out", "least"),
+  [("float64", "float32", 0.3), ("float64", "bfloat16", 0.3), ("bfloat16", "bfloat16", 0.01)],
+)
+@pytest.mark.parametrize("k", [1, 16, 300])
+def test_other_accumulators_are_held_to_theirs(accumulator, out, least, k):
+  """What sums in float64 still rounds its result; what sums in bfloat16 has a bound past 256 terms too."""
+  dtypes = np.dtype(getattr(ml_dtypes, accumulator, accumulator)), np.dtype(getattr(ml_dtypes, out, out))
+  worst = 0.0
+  for seed in range(20):
+    case = Case(6, k, 8, (6,), out, "positive", seed)
+    exact = gmm(case.lhs, case.rhs, ranges(case.sizes))
+    bound = error_bound(exact, out, accumulator=accumulator)
+    total = np.zeros((6, 8), dtypes[0])
+    for i in range(k):
+      product = case.lhs[:, i, None].astype(np.float64) * case.rhs[0, None, i].astype(np.float64)
+      total = (total.astype(np.float64) + product).astype(dtypes[0])
+    error = np.abs(total.astype(dtypes[1]).astype(np.float64) - exact.value)
+    assert np.isfinite(bound).all()
+    worst = max(worst, (error / bound).max())
+  assert least <= worst <= 1
+
+
 def test_strategy_reaches_every_pattern():
   """Empty first, middle and last group, all empty, slack rows and none, one-row groups, borders off 8 and 16."""
   seen = set()

@@ -52,7 +52,9 @@ def error_bound(
     float64, the shape of exact.value.
   """
   # 1. The sum: t terms take t - 1 additions, and a rounding each where products are inexact.
-  adds = np.maximum(exact.terms - 1, 0) + (1 if inexact_products else 0)
+  #    float32 is the narrowest that holds every product of 16-bit operands.
+  inexact_products = inexact_products or unit_roundoff(accumulator) > unit_roundoff("float32")
+  adds = np.maximum(exact.terms - 1, 0) + inexact_products
   error = _growth(adds, unit_roundoff(accumulator)) * exact.magnitude
   # 2. Then a conversion of an integer sum, the scales, and what is added, in float32.
   after = exact.scaled + extra_roundings + (accumulator == "int32")
