@@ -148,6 +148,14 @@ def float32_products(backend: Backend, case: Case) -> None:
   expect_equal(forward(backend)(lhs, rhs, case.sizes), exact.value.astype(np.float32), "out", _owner(case))
 
 
+@check("GMM-7", "precision changes no product that bfloat16 holds", "short", weight=0.3)
+def precision(backend: Backend, case: Case) -> None:
+  """Small integers are exact at any precision: what is asked for is understood, and drops nothing else."""
+  for name in ("default", "high", "highest"):
+    got = forward(backend, precision=name)(case.lhs, case.rhs, case.sizes)
+    expect_equal(got, _expected(case), f"out with precision={name!r}", _owner(case))
+
+
 @check("GMM-7", "the result has the dtype of lhs, or preferred_element_type after one rounding", "exact", weight=0.5)
 def result_dtype(backend: Backend, case: Case) -> None:
   """Sums of more than 8 bits: as float32 they are exact, as bfloat16 rounded once, from bfloat16 operands too."""
@@ -359,6 +367,7 @@ CHECKS = (
   sizes_out_of_range,
   accumulates_in_float32,
   float32_products,
+  precision,
   result_dtype,
   partial_sum,
   existing_out,
