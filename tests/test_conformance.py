@@ -70,8 +70,6 @@ def _broken(fault):
       lhs = gmm.QArray(lhs.qvalue, jnp.ones_like(lhs.scale))
     if fault == "rhs scale of group 0 for all" and isinstance(rhs, gmm.QArray):
       rhs = gmm.QArray(rhs.qvalue, jnp.broadcast_to(rhs.scale[:1], rhs.scale.shape))
-    if fault == "transpose forgotten" and kwargs["transpose_rhs"] and rhs.shape[1] == rhs.shape[2]:
-      kwargs["transpose_rhs"] = False
     if fault == "rounds twice":
       kwargs["preferred_element_type"], wanted = "bfloat16", kwargs["preferred_element_type"]
       return reference.gmm(lhs, rhs, sizes, **kwargs).astype(wanted)
@@ -95,6 +93,8 @@ def _broken(fault):
     return out
 
   def broken_tgmm(lhs, dout, sizes, **kwargs):
+    if fault == "offset ignored in drhs":
+      kwargs["group_offset"] = None
     if fault == "forward scale forgotten in drhs":
       kwargs["dout_prescale"] = None
     if fault == "first row of a group twice" and not isinstance(lhs, gmm.QArray):
@@ -129,6 +129,7 @@ FAULTS = {
   "scales below 2^-8 raised": "GMM-11:powers_of_two",
   "empty group left over": "TGMM-2:empty_groups",
   "last row of a group lost": "TGMM-1:rows_summed_by_group",
+  "offset ignored in drhs": "VJP-4:offset_gradients",
   "first row of a group twice": "GMM-11:rows_inside_a_group",
   "drhs in bfloat16": "VJP-1:gradients",
   "forward scale forgotten in drhs": "VJP-2:lossless_operands",

@@ -42,7 +42,7 @@ def check_in_processes(
   order = [(c.id, b.name) for c, b in plan([_registry.get_backend(b) for b in backends], tuple(by_id.values()))]
   # The reference's part and the library's go last: they are short, and fill the gaps.
   tasks = sorted(backends, key=lambda name: name == "reference")
-  jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
+  jobs = min(len(tasks), jobs or _cores())
   context = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
   todo, done = context.Queue(), context.Queue()
   for name in [*tasks, *[None] * jobs]:
@@ -69,6 +69,11 @@ def check_in_processes(
     worker.join()
   ordered = tuple(results[key] for key in order)
   return Report(ordered, profile, seed, time.monotonic() - begun)
+
+
+def _cores() -> int:
+  """Cores that this process may use; macOS knows only how many there are."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _work(todo: Any, done: Any, clauses: str, profile: Profile, seed: int, last: str) -> None:
