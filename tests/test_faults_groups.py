@@ -150,7 +150,7 @@ def test_eg06_existing_out_is_one_documented_thing(fault, backend):
   drhs = gmm.tgmm(fault.lhs, fault.dout, fault.sizes, backend=backend)
   expect_equal(drhs, _exact(fault)[2].astype(np.float32), "drhs")
   with pytest.raises(TypeError, match="existing_out"):
-    gmm.tgmm(fault.lhs, fault.dout, fault.sizes, **{"existing_out": np.full(drhs.shape, 7, np.float32)})
+    gmm.tgmm(fault.lhs, fault.dout, fault.sizes, existing_out=drhs)  # pyright: ignore[reportCallIssue] -- refused
 
 
 # ---- shards of the groups, and sizes ---------------------------------------------------
