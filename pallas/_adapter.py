@@ -179,7 +179,7 @@ def _gmm(
     out = jnp.zeros((m, n), jnp.float32)
   else:
     interpreted = _is_interpreted(kernel, interpret)
-    tile = _tile(tiling, (m, k, n), interpreted)
+    tile = _tile(tiling, (m, k, n), g, x.dtype, drhs=False, interpreted=interpreted)
     # 1. Rows: padded to the tile, and zero where no local group owns them.
     rows = _pad_rows(jnp.where(covered, x, jnp.zeros((), x.dtype)), tile[0])
     run = _Run(
@@ -245,7 +245,7 @@ def _tgmm(
     out = jnp.zeros((g, k, n), jnp.float32)
   else:
     interpreted = _is_interpreted(kernel, interpret)
-    tile = _tile(tiling, (m, k, n), interpreted)
+    tile = _tile(tiling, (m, k, n), g, x.dtype, drhs=True, interpreted=interpreted)
     covered = covered_rows(starts, ends, m)[:, None]
     x, d = (_pad_rows(jnp.where(covered, a, jnp.zeros((), a.dtype)), tile[0]) for a in (x, d))
     run = _Run(kernel.tgmm, num_groups=g, tile=tile, precision=_precision(precision, x), interpret=interpreted)
@@ -306,17 +306,23 @@ def _all_sizes(starts: jax.Array, ends: jax.Array, first: int, last: int) -> jax
   return jnp.concatenate([starts[:1] - first, ends - starts, last - ends[-1:]]).astype(jnp.int32)
 
 
-def _tile(tiling: Tile | None, dims: tuple[int, int, int], interpreted: bool) -> Tile:
+def _tile(
+  tiling: Tile | None, dims: tuple[int, int, int], groups: int, dtype: Any, *, drhs: bool, interpreted: bool
+) -> Tile:
   """The tile (tile_m, tile_k, tile_n) of a call on dims (m, k, n).
 
-  By default 128 rows and up to 1024 x 512 of the weights: with two buffers of each float32
-  block and the accumulator about 10 MiB, inside the 16 MiB that every TPU generation gives
-  without being asked. An interpreted step costs the same whatever it multiplies, so there the
-  tiles are as large as the operands, up to 512 x 4096 x 4096.
+  By default, on a TPU, as large as its 16 MiB of VMEM (the least of any generation) were seen to take in a
+  compile: every row tile reads the weights anew, so few rows wait for memory. But at most as many rows as an
+  average group has, since a tile is multiplied whole for each group in it. An interpreted step costs the
+  same whatever it multiplies, so there the tiles are as large as the operands, up to 512 x 4096 x 4096.
   """
   if tiling is not None:  # found legal in `_supports`
     return tiling[0], min(tiling[1], dims[1]), min(tiling[2], dims[2])
-  most = (512, 4096, 4096) if interpreted else (128, 1024, 512)
+  if interpreted:
+    most = (512, 4096, 4096)
+  else:
+    rows = next((r for r in (512, 256) if dims[0] >= r * groups), 128)
+    most = (rows, 512, 512) if dtype == jnp.float32 else (rows, 1024, 512 if drhs else 1024)
   m = -(-dims[0] // 16) * 16  # whole sublanes of bfloat16
   return min(most[0], m), min(most[1], dims[1]), min(most[2], dims[2])
 

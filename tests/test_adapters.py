@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -403,15 +404,24 @@ def test_precision_reaches_the_kernel(backend):
 
 
 def test_default_tiles_are_legal_and_fit():
-  """Any dims: a legal tile, and on a TPU two buffers of each float32 block and the sum within 16 MiB of VMEM."""
+  """Any dims: a legal tile, and on a TPU two buffers of each block and the sum within 12 of its 16 MiB of VMEM."""
   sizes = (1, 7, 8, 100, 128, 129, 512, 1000, 1024, 4096, 14336)
-  for dims in [(m, k, n) for m in sizes for k in sizes for n in sizes]:
-    for interpreted in (False, True):
-      tile = _adapter._tile(None, dims, interpreted)
+  for dims, g, dtype, drhs in itertools.product(
+    itertools.product(sizes, sizes, sizes), (1, 8, 256), (jnp.float32, jnp.bfloat16), (False, True)
+  ):
+    default = functools.partial(_adapter._tile, None, dims, g, jnp.dtype(dtype), drhs=drhs)
+    m, k, n = default(interpreted=False)
+    for tile in ((m, k, n), default(interpreted=True)):
       assert _adapter._tiling_fault(tile, dims) is None, (dims, tile)
-    m, k, n = _adapter._tile(None, dims, False)
-    for blocks, out in [((m * k, k * n), m * n), ((m * k, m * n), k * n)]:
-      assert 4 * (2 * sum(blocks) + 3 * out) < 16 * 2**20 * 0.8, (dims, (m, k, n))
+    blocks, out = ((m * k, m * n), k * n) if drhs else ((m * k, k * n), m * n)
+    assert 2 * jnp.dtype(dtype).itemsize * sum(blocks) + 3 * 4 * out <= 12 * 2**20, (dims, (m, k, n))
+
+
+def test_default_rows_follow_the_groups():
+  """A row tile on a TPU is no larger than an average group, and never below 128 for many small ones."""
+  rows = lambda m, g: _adapter._tile(None, (m, 256, 256), g, jnp.dtype(jnp.bfloat16), drhs=False, interpreted=False)[0]
+  assert [rows(m, 8) for m in (64, 1024, 2047, 2048, 4095, 4096, 65536)] == [64, 128, 128, 256, 256, 512, 512]
+  assert rows(65536, 256) == 256
 
 
 @pytest.mark.parametrize("module", [megablox, tokamax_v1])
