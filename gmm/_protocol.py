@@ -114,8 +114,9 @@ class Backend:
     gmm, tgmm: the two functions above.
     supports: `supports(problem)` is None, or a sentence that names the condition and the
       way out. What it accepts must work, what it refuses raises `Unsupported`.
-    auto_rank: (platform, rank) pairs; backend="auto" tries the backends that list the
-      platform, lowest rank first.
+    auto_rank: (platform, rank) pairs; backend="auto" tries ours and those registered in this
+      process (`register_backend`) that list the platform, lowest rank first. An entry point of
+      a third party is used by name only: "auto" loads no module it does not know.
     accumulator: dtype of the running sum of float products.
     int_accumulator: dtype of the running sum of int8 x int8 products.
     out_roundings: roundings of the result after accumulation (1: only to the result dtype).

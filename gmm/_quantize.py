@@ -156,18 +156,19 @@ def in_range(
 ) -> jax.Array:
   """bool, x's shape: whether each element lies in the calibrated range, bounds included (SPEC VJP-7)."""
   if quant.fixed_range is not None:
-    return jnp.abs(x) <= _number(quant.fixed_range, x.dtype)
+    return ~(jnp.abs(x) > _number(quant.fixed_range, x.dtype))  # a NaN passes its gradient on
   if quant.granularity == "tensor":
     absmax = _shared_absmax(_used_only(x, kind, starts, ends), kind, starts, ends, scale_axes)
   else:
     absmax = _absmax(_used_only(x, kind, starts, ends), scale_tiles(x.shape, quant, kind))
     if _groups_share(quant, kind):
       absmax = _across_shards(_across_groups(absmax, starts, ends), scale_axes)
-  bound = absmax * _number(quant.absmax_factor, x.dtype)
+  bound = _round(absmax.astype(_wide(x.dtype)) * _number(quant.absmax_factor, x.dtype).astype(_wide(x.dtype)), x.dtype)
+  bound = bound.astype(x.dtype)
   for axis, (have, want) in enumerate(zip(bound.shape, x.shape, strict=True)):
     if have not in (1, want):
       bound = jnp.repeat(bound, want // have, axis=axis)
-  return jnp.abs(x) <= bound
+  return ~(jnp.abs(x) > bound)
 
 
 def _number(value: float, dtype: Any) -> jax.Array:

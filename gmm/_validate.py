@@ -129,7 +129,12 @@ def group_offset(offset: Any, num_groups: int, num_global: int) -> jax.Array | N
         f"[0, {num_global - num_groups}]."
       )
     return jnp.asarray(value, jnp.int32)
-  return jnp.asarray(array, jnp.int32)
+  # Any offset past either end means that no local group exists: keep it so when narrowing.
+  array = jnp.asarray(array)
+  if array.dtype.itemsize < 4:
+    return array.astype(jnp.int32)
+  low = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -num_groups
+  return jnp.clip(array, low, num_global).astype(jnp.int32)
 
 
 def float_dtype(dtype: Any, name: str, default: Any) -> str:

@@ -238,7 +238,10 @@ def tgmm_quantized(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, 
 
 def _refuse_gradient(plan, *operands):
   del operands
-  raise Unsupported(_SECOND_ORDER.format(name=plan.recipe.name))
+  raise Unsupported(
+    f"tgmm under the quantized recipe {plan.recipe.name!r} is itself a gradient, and has none: rounding has no "
+    f"derivative beyond straight-through. Use recipe='bf16'."
+  )
 
 
 tgmm_quantized.defvjp(_refuse_gradient, lambda plan, residuals, ct: ())
@@ -319,7 +322,7 @@ _NO_ROW_BLOCKS = (
 )
 
 _SECOND_ORDER = (
-  "Second-order and forward-mode derivatives of a quantized grouped matmul (recipe {name!r}) are not defined: "
+  "Second-order and forward-mode derivatives of a quantized grouped matmul are not defined: "
   "rounding has no derivative beyond straight-through. Differentiate once, or use recipe='bf16'."
 )
 
@@ -332,7 +335,7 @@ def _first_order_only(x):
 
 def _refuse_second_order(x):
   del x
-  raise Unsupported(_SECOND_ORDER.format(name="quantized"))
+  raise Unsupported(_SECOND_ORDER)
 
 
 _first_order_only.defvjp(_refuse_second_order, lambda residuals, ct: (ct,))

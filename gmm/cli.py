@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gmm import bench
 
     return bench.main(argv[1:])
-  options = _parser().parse_args(argv)
+  parser = _parser()
+  options = parser.parse_args(argv)
+  if options.command == "check" and options.json is not None and not options.json.parent.is_dir():
+    parser.error(f"--json {options.json}: the folder {options.json.parent} does not exist.")
   if options.command == "backends":
     return _list_backends()
   try:

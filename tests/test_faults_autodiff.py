@@ -21,7 +21,9 @@ from gmm.conformance._operands import backward_operands, dtype_of
 from gmm.conformance._programs import both_ways
 from gmm.conformance._registry import expect_equal, expect_within
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "megablox", "tokamax_v1"])
+every_backend = pytest.mark.parametrize(
+  "backend", ["reference", "xla", "megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)]
+)
 without_kernels = pytest.mark.parametrize("backend", ["reference", "xla"])
 E4M3, E5M2 = gmm.Quant(qtype="float8_e4m3fn"), gmm.Quant(qtype="float8_e5m2")
 

@@ -21,7 +21,9 @@ from gmm.conformance._registry import expect_equal
 
 # Kernels run where the case is about them: interpreted, each new shape costs seconds.
 without_kernels = pytest.mark.parametrize("backend", ["reference", "xla"])
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "megablox", "tokamax_v1"])
+every_backend = pytest.mark.parametrize(
+  "backend", ["reference", "xla", "megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)]
+)
 
 
 def _exact(case, rows=None):

@@ -24,9 +24,11 @@ from gmm.conformance._bounds import backend_bound
 from gmm.conformance._programs import both_ways, forward
 from gmm.conformance._registry import expect_equal, expect_within
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "megablox", "tokamax_v1"])
+every_backend = pytest.mark.parametrize(
+  "backend", ["reference", "xla", "megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)]
+)
 without_kernels = pytest.mark.parametrize("backend", ["reference", "xla"])
-kernels = pytest.mark.parametrize("backend", ["megablox", "tokamax_v1"])
+kernels = pytest.mark.parametrize("backend", ["megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)])
 E4M3, E5M2 = gmm.Quant(qtype="float8_e4m3fn"), gmm.Quant(qtype="float8_e5m2")
 FP8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 

@@ -19,9 +19,11 @@ from gmm.conformance._case import numpy_dtype
 from gmm.conformance._programs import both_ways, forward, transposed
 from gmm.conformance._registry import expect_equal, expect_within
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "megablox", "tokamax_v1"])
+every_backend = pytest.mark.parametrize(
+  "backend", ["reference", "xla", "megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)]
+)
 without_kernels = pytest.mark.parametrize("backend", ["reference", "xla"])
-kernels = pytest.mark.parametrize("backend", ["megablox", "tokamax_v1"])
+kernels = pytest.mark.parametrize("backend", ["megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)])
 
 
 def _out(case):

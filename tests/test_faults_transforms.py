@@ -20,7 +20,7 @@ from gmm.conformance._programs import both_ways, forward
 from gmm.conformance._registry import expect_equal
 
 without_kernels = pytest.mark.parametrize("backend", ["reference", "xla"])
-kernels = pytest.mark.parametrize("backend", ["megablox", "tokamax_v1"])
+kernels = pytest.mark.parametrize("backend", ["megablox", pytest.param("tokamax_v1", marks=pytest.mark.slow)])
 P = jax.sharding.PartitionSpec
 
 

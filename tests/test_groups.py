@@ -77,3 +77,12 @@ def test_group_sizes_from_ids():
   np.testing.assert_array_equal(gmm.group_sizes_from_ids(jnp.array([200, 3], jnp.uint8), 4), [0, 0, 0, 1])
   np.testing.assert_array_equal(gmm.group_sizes_from_ids(jnp.array([-1, 127], jnp.int8), 4), [0, 0, 0, 0])
   np.testing.assert_array_equal(gmm.group_sizes_from_ids(jnp.array([127, -1], jnp.int8), 300).nonzero()[0], [127])
+
+
+@pytest.mark.parametrize(
+  "offset", [np.uint32(2**32 - 1), np.int32(2**31 - 1), np.int32(-(2**31)), np.int8(-2), np.uint8(255)]
+)
+def test_traced_offset_past_either_end(offset):
+  """No local group exists there, and none comes into being by narrowing the offset (SPEC GMM-5)."""
+  run = jax.jit(lambda o: gmm.gmm(jnp.ones((4, 2)), jnp.ones((2, 2, 3)), np.array([1, 1, 2]), group_offset=o))
+  np.testing.assert_array_equal(run(offset), np.zeros((4, 3)))

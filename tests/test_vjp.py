@@ -279,6 +279,16 @@ def test_clip_gradient_bounds_are_inclusive():
     np.testing.assert_array_equal(grad[12:], 0)
 
 
+def test_clip_gradient_passes_a_nan_on():
+  """Only what lies outside the range is zeroed: the gradient of a NaN stays what it is (SPEC VJP-7)."""
+  quant = gmm.Quant(qtype="float8_e4m3fn", granularity="tensor", calibration="fixed,-2,2", clip_gradient=True)
+  lhs = jnp.array([[np.nan, 1, 3, 0]], jnp.float32)
+  loss = lambda x: gmm.gmm(
+    x, jnp.ones((1, 4, 2)), [1], backend="reference", recipe=gmm.Recipe(lhs=quant, rhs=quant)
+  ).sum()
+  np.testing.assert_array_equal(jax.grad(loss)(lhs) != 0, [[True, True, False, True]])
+
+
 def test_clip_gradient_knows_the_global_range():
   """With scale_scope="global" the range is that of all shards, as the codes are."""
   quant = gmm.Quant(qtype="int8", granularity="tensor", calibration="absmax,0.5", clip_gradient=True)

@@ -66,6 +66,9 @@ def isolation(backend: Backend, case: Case) -> None:
     got = np.asarray(forward(backend)(case.lhs, rhs, case.sizes))
     others = owner != group
     expect_equal(got[others], clean[others], f"out with rhs[{group}] = {poison}", owner[others])
+    if np.isnan(poison):
+      reached = np.isnan(got[~others].astype(np.float64))
+      expect(bool(reached.all()), f"the rows of group {group} must be NaN, its weights are")
 
 
 _DEGENERATE = (

@@ -136,8 +136,8 @@ def _step(x: np.ndarray, quantized, quant) -> np.ndarray:
   if quant is None:
     return np.zeros_like(wide)
   scale = np.broadcast_to(np.asarray(quantized.scale).astype(np.float64), x.shape)
-  # The scale and the quotient are rounded to bfloat16 (2^-8 each) before the code's own rounding.
-  relative = 2.0**-7
+  # The quotient is rounded to bfloat16 before the code's own rounding; the scale is the stored one.
+  relative = 2.0**-8
   if quant.is_integer:
     # Half a step; the largest code is half a step below its bound, and the roundings before move it.
     return scale * (0.5 + QMAX[quant.qtype] * relative)
