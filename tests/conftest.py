@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pathlib
@@ -26,6 +27,19 @@ hypothesis.settings.register_profile(
   suppress_health_check=(hypothesis.HealthCheck.too_slow,),  # compilation again
 )
 hypothesis.settings.load_profile("gmm")
+
+
+@pytest.fixture(autouse=True)
+def _few_memory_maps():
+  """Drops compiled programs before a process meets Linux's limit of 65530 memory maps, where XLA crashes.
+
+  Each program holds several maps, and the suite compiles thousands in each process.
+  """
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+    jax.clear_caches()
+    gc.collect()
+  yield
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from gmm import _registry
 from gmm.conformance._run import Profile, Report, Result, checks, plan, run_check, select
 
@@ -85,3 +87,5 @@ def _work(todo: Any, done: Any, clauses: str, profile: Profile, seed: int, last:
       result = run_check(check, backend, profile=profile, seed=seed)
       fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "check"}
       done.put((check.id, backend.name, fields))
+    # Programs are per backend; each holds memory maps, of which Linux gives a process 65530.
+    jax.clear_caches()
