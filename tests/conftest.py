@@ -39,7 +39,6 @@ def _few_memory_maps():
   if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
     jax.clear_caches()
     gc.collect()
-  yield
 
 
 @pytest.fixture
