@@ -15,7 +15,7 @@ from gmm._recipe import Quant, recipe
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case, numpy_dtype
-from gmm.conformance._programs import both_ways, forward, transposed
+from gmm.conformance._programs import both_ways, forward, jit, transposed
 from gmm.conformance._registry import check, expect, expect_equal, expect_within
 
 
@@ -181,7 +181,7 @@ def partial_sum(backend: Backend, case: Case) -> None:
     rhs[:, 1] = 1
   ones = np.ones((case.m, case.n), case.lhs.dtype)
   exact = _oracle.gmm(lhs, rhs, _oracle.ranges(case.sizes)).value + 1
-  got = forward(backend)(lhs, rhs, case.sizes, partial_sum=ones)
+  got = forward(backend)(lhs, rhs, case.sizes, None, ones)
   expect_equal(got, exact.astype(case.lhs.dtype), "out", _owner(case))
 
 
@@ -190,7 +190,7 @@ def existing_out(backend: Backend, case: Case) -> None:
   """Covered rows ignore it, a NaN there included."""
   existing = np.where((_owner(case) >= 0)[:, None], np.nan, 7.0) * np.ones((1, case.n))
   existing = existing.astype(case.lhs.dtype)
-  got = _op.gmm(case.lhs, case.rhs, case.sizes, backend=backend, existing_out=existing)
+  got = forward(backend)(case.lhs, case.rhs, case.sizes, None, None, existing)
   expected = np.where((_owner(case) >= 0)[:, None], _expected(case), existing)
   expect_equal(got, expected, "out", _owner(case))
 
@@ -271,11 +271,11 @@ def transforms(backend: Backend, case: Case) -> None:
   op = functools.partial(_op.gmm, backend=backend)
   expected = _expected(case)
   expect_equal(op(*args), expected, "out, eager")
-  expect_equal(jax.jit(jax.checkpoint(op))(*args), expected, "out under remat")
+  expect_equal(jit(jax.checkpoint(op))(*args), expected, "out under remat")
   twice = lambda lhs, rhs, sizes: jax.lax.scan(lambda c, x: (c, op(x, rhs, sizes)), 0, jnp.stack([lhs, lhs]))[1]
-  expect_equal(jax.jit(twice)(*args)[1], expected, "out under scan")
+  expect_equal(jit(twice)(*args)[1], expected, "out under scan")
   zero = lambda lhs, rhs, sizes: jnp.zeros_like(op(lhs, rhs, sizes))
-  nested = jax.jit(lambda *args: jax.lax.cond(args[2][0] >= 0, op, zero, *args))
+  nested = jit(lambda *args: jax.lax.cond(args[2][0] >= 0, op, zero, *args))
   expect_equal(nested(*args), expected, "out under cond")
 
 
@@ -301,7 +301,7 @@ def vmap(backend: Backend, case: Case) -> None:
 
 @functools.cache
 def _vmapped(backend: Backend, axes: tuple[int | None, ...]):
-  return jax.jit(jax.vmap(functools.partial(_op.gmm, backend=backend), in_axes=axes))
+  return jit(jax.vmap(functools.partial(_op.gmm, backend=backend), in_axes=axes))
 
 
 @check("GMM-12", "shard_map with check_vma=True", "short", weight=0.1)
@@ -321,7 +321,7 @@ def _sharded(backend: Backend, count: int, local: int):
     offset = jax.lax.axis_index("expert") * local
     return jax.lax.psum(_op.gmm(lhs, rhs, sizes, backend=backend, group_offset=offset), "expert")
 
-  return jax.jit(
+  return jit(
     jax.shard_map(shard, mesh=mesh, in_specs=(spec(), spec("expert"), spec()), out_specs=spec(), check_vma=True)
   )
 
@@ -331,10 +331,10 @@ def no_recompile(backend: Backend, case: Case) -> None:
   """The sizes are data, so one program serves them all."""
   run = forward(backend)
   run(case.lhs, case.rhs, case.sizes)
-  before = run._cache_size()
+  before = run.programs()
   for sizes in (case.sizes[::-1], np.zeros_like(case.sizes), np.array([case.m, 0, 0], np.int32)):
     run(case.lhs, case.rhs, np.ascontiguousarray(sizes))
-  expect(run._cache_size() == before, f"{run._cache_size() - before} programs were compiled for new group sizes")
+  expect(run.programs() == before, f"{run.programs() - before} programs were compiled for new group sizes")
 
 
 @check("GMM-13", "the same bits in every run", "real_short", weight=0.3)

@@ -13,10 +13,10 @@ import numpy as np
 from gmm import _op, _registry
 from gmm._protocol import Backend, Problem, Unsupported
 from gmm._qarray import QArray
-from gmm._quantize import quantize
 from gmm._recipe import Quant
 from gmm._tiling import Tiling
-from gmm.conformance._case import Case
+from gmm.conformance._case import Case, numpy_dtype
+from gmm.conformance._programs import jit, quantized
 from gmm.conformance._registry import check, expect, expect_equal
 
 _ONCE = (Case(8, 16, 16, (3, 5)),)
@@ -98,24 +98,24 @@ def auto(backend: Backend, case: Case) -> None:
 
 def _variants(case: Case) -> dict[str, tuple]:
   """Name -> (lhs, rhs, keyword arguments) over what a backend may decline."""
-  lhs, rhs = jnp.asarray(case.lhs), jnp.asarray(case.rhs)
-  half = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
-  codes = lambda qtype, granularity: quantize(half[1], Quant(qtype=qtype, granularity=granularity), "rhs")
-  rows = quantize(half[0], Quant(qtype="int8"))
+  lhs, rhs = case.lhs, case.rhs
+  half = lhs.astype(numpy_dtype("bfloat16")), rhs.astype(numpy_dtype("bfloat16"))
+  codes = lambda qtype, granularity: quantized(half[1], Quant(qtype=qtype, granularity=granularity), "rhs")
+  rows = quantized(half[0], Quant(qtype="int8"))
   return {
     "float32": (lhs, rhs, {}),
     "bfloat16": (*half, {}),
-    "float16": (lhs.astype(jnp.float16), rhs.astype(jnp.float16), {}),
+    "float16": (lhs.astype(np.float16), rhs.astype(np.float16), {}),
     "bfloat16 x float32": (half[0], rhs, {}),
-    "transposed": (lhs, rhs.swapaxes(1, 2), {"transpose_rhs": True}),
+    "transposed": (lhs, np.ascontiguousarray(rhs.swapaxes(1, 2)), {"transpose_rhs": True}),
     "group_offset": (lhs, rhs[1:], {"group_offset": 1}),
-    "partial_sum": (lhs, rhs, {"partial_sum": jnp.ones((case.m, case.n))}),
+    "partial_sum": (lhs, rhs, {"partial_sum": np.ones((case.m, case.n), np.float32)}),
     "fp8 weights": (half[0], codes("float8_e4m3fn", "channel"), {}),
     "int8 x int8": (rows, codes("int8", "channel_per_group"), {}),
     "int4 weights": (half[0], codes("int4", "channel"), {}),
     "k blocks": (half[0], codes("int8", 8), {}),
     "2-D blocks": (half[0], codes("int8", (8, 8)), {}),
-    "lhs blocks": (quantize(half[0], Quant(qtype="int8", granularity=8)), codes("int8", "channel"), {}),
+    "lhs blocks": (quantized(half[0], Quant(qtype="int8", granularity=8)), codes("int8", "channel"), {}),
     "fp8_dynamic": (*half, {"recipe": "fp8_dynamic"}),
   }
 
@@ -132,14 +132,15 @@ def supports_both_ways(backend: Backend, case: Case) -> None:
 
     spied = dataclasses.replace(backend, supports=noted)
     try:
-      out = _op.gmm(lhs, rhs, case.sizes, backend=spied, **kwargs)
+      op = lambda lhs, rhs, spied=spied, kwargs=kwargs: _op.gmm(lhs, rhs, case.sizes, backend=spied, **kwargs)
+      out = jit(op)(lhs, rhs)
     except Unsupported:
       expect(answers[-1] is not None, f"{name}: supports accepts it and the backend refuses")
       expect(isinstance(answers[-1], str) and len(answers[-1]) > 10, f"{name}: refused without a reason")
       continue
     expect(answers[-1] is None, f"{name}: supports refuses it and a result was returned")
     expect(out.shape == (case.m, case.n), f"{name}: out has shape {out.shape}")
-    expect(bool(jnp.isfinite(out.astype(jnp.float32)).all()), f"{name}: out is not finite")
+    expect(bool(np.isfinite(np.asarray(out).astype(np.float32)).all()), f"{name}: out is not finite")
 
 
 @check("REG-6", "bad arguments are named before the backend is reached", _ONCE)
@@ -193,7 +194,7 @@ def tiles(backend: Backend, case: Case) -> None:
   loss = lambda lhs, rhs: _op.gmm(
     lhs, rhs, case.sizes, backend=spied, tiling=Tiling(fwd=fwd, dlhs=dlhs, drhs=drhs)
   ).sum()
-  grads = jax.grad(loss, (0, 1))(jnp.asarray(case.lhs), jnp.asarray(case.rhs))
+  grads = jit(jax.grad(loss, (0, 1)))(case.lhs, case.rhs)
   expect(set(seen) == {("gmm", fwd), ("gmm", dlhs), ("tgmm", drhs)}, f"the passes got {seen}")
   expect_equal(grads[1][0], np.asarray(case.lhs[:3]).sum(0)[:, None] * np.ones((1, case.n), np.float32), "drhs[0]")
   try:

@@ -6,14 +6,17 @@ their own; here it is stated anew which codes meet which factor.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from gmm._qarray import Operand, QArray
-from gmm._quantize import Kind, apply_prescale, quantize
+from gmm._quantize import Kind, apply_prescale
 from gmm._recipe import recipe
 from gmm.conformance import _oracle
 from gmm.conformance._case import Case
+from gmm.conformance._programs import Program, jit, quantized
 
 
 def forward_operands(case: Case) -> tuple[Operand, Operand]:
@@ -21,9 +24,9 @@ def forward_operands(case: Case) -> tuple[Operand, Operand]:
   rule, ranges = recipe(case.recipe), _ranges(case)
   lhs, rhs = jnp.asarray(case.lhs), jnp.asarray(case.rhs)
   if rule.lhs is not None:
-    lhs = quantize(lhs, rule.lhs, "rows", **ranges)
+    lhs = quantized(lhs, rule.lhs, "rows", **ranges)
   if rule.rhs is not None:
-    rhs = quantize(rhs, rule.rhs, "rhs", **ranges)
+    rhs = quantized(rhs, rule.rhs, "rhs", **ranges)
   return lhs, rhs
 
 
@@ -36,13 +39,13 @@ def backward_operands(case: Case) -> tuple[tuple[Operand, Operand], tuple[Operan
   for kind, codes in pairs:
     factor = None
     if isinstance(codes, QArray):
-      factor = codes.scale[:, 0, :] if kind == "rows" else codes.scale
-      factor = factor.astype(jnp.float32)
+      scale = np.asarray(codes.scale).astype(np.float32)
+      factor = scale[:, 0, :] if kind == "rows" else scale
     dout: Operand = jnp.asarray(case.dout)
     if rule.dout is not None:
-      dout = quantize(dout, rule.dout, kind, prescale=factor, **ranges)
+      dout = quantized(dout, rule.dout, kind, prescale=factor, **ranges)
     elif factor is not None:
-      dout = apply_prescale(dout, factor, kind, ranges["starts"], ranges["ends"])
+      dout = _prescaled(kind)(dout, factor, ranges["starts"], ranges["ends"])
     sides.append((dout, codes.qvalue if isinstance(codes, QArray) else codes))
   return (sides[0][0], sides[0][1]), (sides[1][1], sides[1][0])
 
@@ -55,3 +58,8 @@ def dtype_of(x: Operand) -> str:
 def _ranges(case: Case) -> dict:
   rows = np.array(_oracle.ranges(case.sizes), np.int32).reshape(-1, 2)
   return {"starts": jnp.asarray(rows[:, 0]), "ends": jnp.asarray(rows[:, 1])}
+
+
+@functools.cache
+def _prescaled(kind: Kind) -> Program:
+  return jit(lambda x, factor, starts, ends: apply_prescale(x, factor, kind, starts, ends))
