@@ -183,7 +183,7 @@ def test_declined_is_not_passed():
   """A backend that refuses everything passes nothing."""
   reference = gmm.get_backend("reference")
   lazy = gmm.Backend(name="lazy", gmm=reference.gmm, tgmm=reference.tgmm, supports=lambda p: "It is asleep, wake it.")
-  report = check_backend(lazy, "GMM-1", profile="quick")
+  report = check_backend(lazy, "GMM-1", profile="quick", on_fail="report")
   assert [r.status for r in report.results] == ["declined"]
   assert report.results[0].reasons == ("It is asleep, wake it.",)
   assert not report.conforms
@@ -197,7 +197,7 @@ def test_error_in_a_backend_is_a_failure_with_its_case():
     raise RuntimeError("out of tiles")
 
   crashing = gmm.Backend(name="crashing", gmm=crash, tgmm=reference.tgmm, supports=lambda p: None)
-  (result,) = check_backend(crashing, "GMM-1", profile="quick").results
+  (result,) = check_backend(crashing, "GMM-1", profile="quick", on_fail="report").results
   assert result.status == "failed"
   assert result.message == "RuntimeError: out of tiles"
   assert result.case is not None

@@ -5,13 +5,16 @@
 
 from gmm.conformance._bounds import error_bound as error_bound
 from gmm.conformance._case import Case as Case
+from gmm.conformance._evidence import Evidence as Evidence
+from gmm.conformance._load import load_backend as load_backend
 from gmm.conformance._parallel import check_in_processes as check_in_processes
 from gmm.conformance._registry import Check as Check
 from gmm.conformance._registry import Violation as Violation
 from gmm.conformance._report import as_json as as_json
 from gmm.conformance._report import print_report as print_report
-from gmm.conformance._run import Report as Report
-from gmm.conformance._run import Result as Result
+from gmm.conformance._result import ConformanceError as ConformanceError
+from gmm.conformance._result import Report as Report
+from gmm.conformance._result import Result as Result
 from gmm.conformance._run import check_backend as check_backend
 from gmm.conformance._run import check_backends as check_backends
 from gmm.conformance._run import checks as checks

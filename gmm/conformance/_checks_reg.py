@@ -15,9 +15,10 @@ from gmm._protocol import Backend, Problem, Unsupported
 from gmm._qarray import QArray
 from gmm._recipe import Quant
 from gmm._tiling import Tiling
+from gmm.conformance import _oracle
 from gmm.conformance._case import Case, numpy_dtype
-from gmm.conformance._programs import jit, quantized
-from gmm.conformance._registry import check, expect, expect_equal
+from gmm.conformance._programs import both_ways, jit, quantized
+from gmm.conformance._registry import Violation, check, expect, expect_equal
 
 _ONCE = (Case(8, 16, 16, (3, 5)),)
 _GMM_ARGUMENTS = {
@@ -143,6 +144,24 @@ def supports_both_ways(backend: Backend, case: Case) -> None:
     expect(bool(np.isfinite(np.asarray(out).astype(np.float32)).all()), f"{name}: out is not finite")
 
 
+# One tile of every TPU: nothing in it is odd.
+_CORE = tuple(Case(32, 128, 128, (16, 16), dtype) for dtype in ("float32", "bfloat16"))
+
+
+@check("REG-5", "the core may not be declined: plain float32 and bfloat16, forward and both gradients", _CORE)
+def core_is_not_declined(backend: Backend, case: Case) -> None:
+  """Whole tiles, two full groups, no option: what refuses this is no backend."""
+  try:
+    out, dlhs, drhs = both_ways(backend)(case.lhs, case.rhs, case.sizes, case.dout)
+  except Unsupported as refusal:
+    raise Violation(f"a case of the core grid was declined: {refusal}") from refusal
+  rows, groups, dtype = _oracle.ranges(case.sizes), np.arange(case.g), case.lhs.dtype
+  owner = _oracle.owner_of_rows(rows, case.m)
+  expect_equal(out, _oracle.gmm(case.lhs, case.rhs, rows).value.astype(dtype), "out", owner)
+  expect_equal(dlhs, _oracle.gmm(case.dout, case.rhs, rows, transpose_rhs=True).value.astype(dtype), "dlhs", owner)
+  expect_equal(drhs, _oracle.tgmm(case.lhs, case.dout, rows).value.astype(dtype), "drhs", groups)
+
+
 @check("REG-6", "bad arguments are named before the backend is reached", _ONCE)
 def bad_arguments(backend: Backend, case: Case) -> None:
   """Received and expected stand in the message."""
@@ -204,4 +223,4 @@ def tiles(backend: Backend, case: Case) -> None:
   expect(False, "a tiling of two numbers was accepted")
 
 
-CHECKS = (protocol, lookup, registration, auto, supports_both_ways, bad_arguments, tiles)
+CHECKS = (protocol, lookup, registration, auto, supports_both_ways, core_is_not_declined, bad_arguments, tiles)

@@ -7,18 +7,21 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from gmm import _registry
-from gmm.conformance._run import Profile, Report, Result, checks, plan, run_check, select
+from gmm.conformance._load import load_backend
+from gmm.conformance._result import Profile, Report, Result
+from gmm.conformance._run import checks, plan, run_check, select
 
 
 def check_in_processes(
   backends: Sequence[str],
   clauses: str = "*",
+  expected_failures: Mapping[str, str] = MappingProxyType({}),
   *,
   profile: Profile = "default",
   seed: int = 0,
@@ -28,8 +31,8 @@ def check_in_processes(
   """`check_backends` spread over processes, one backend at a time in each.
 
   Args:
-    backends: names; the processes find them by name again.
-    clauses, profile, seed, on_result: as in `check_backends`.
+    backends: names, or "package.module:object"; the processes load them again.
+    clauses, expected_failures, profile, seed, on_result: as in `check_backends`.
     jobs: number of processes; None for one per core, at most one per backend.
 
   Returns:
@@ -40,8 +43,11 @@ def check_in_processes(
     RuntimeError: a process died.
   """
   begun = time.monotonic()
-  by_id = {c.id: c for c in select(clauses, profile)}
-  order = [(c.id, b.name) for c, b in plan([_registry.get_backend(b) for b in backends], tuple(by_id.values()))]
+  by_id = {c.id: c for c in select(clauses, profile, expected_failures)}
+  loaded = [load_backend(b) for b in backends]
+  if len({b.name for b in loaded}) < len(loaded):
+    raise ValueError(f"Two backends have the same name: {', '.join(b.name for b in loaded)}.")
+  order = [(c.id, b.name) for c, b in plan(loaded, tuple(by_id.values()))]
   # The reference's part and the library's go last: they are short, and fill the gaps.
   tasks = sorted(backends, key=lambda name: name == "reference")
   jobs = min(len(tasks), jobs or _cores())
@@ -49,10 +55,8 @@ def check_in_processes(
   todo, done = context.Queue(), context.Queue()
   for name in [*tasks, *[None] * jobs]:
     todo.put(name)
-  workers = [
-    context.Process(target=_work, args=(todo, done, clauses, profile, seed, tasks[-1]), daemon=True)
-    for _ in range(jobs)
-  ]
+  settings = clauses, dict(expected_failures), profile, seed, tasks[-1]
+  workers = [context.Process(target=_work, args=(todo, done, *settings), daemon=True) for _ in range(jobs)]
   for worker in workers:
     worker.start()
   results: dict[tuple[str, str], Result] = {}
@@ -78,13 +82,13 @@ def _cores() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _work(todo: Any, done: Any, clauses: str, profile: Profile, seed: int, last: str) -> None:
+def _work(todo: Any, done: Any, clauses: str, expected: dict[str, str], profile: Profile, seed: int, last: str) -> None:
   """Runs backends from `todo` until it says None; the library's own checks go with the last one."""
   while (name := todo.get()) is not None:
-    for check, backend in plan([_registry.get_backend(name)], checks(clauses)):
+    for check, backend in plan([load_backend(name)], checks(clauses)):
       if check.scope == "library" and name != last:
         continue
-      result = run_check(check, backend, profile=profile, seed=seed)
+      result = run_check(check, backend, expected, profile=profile, seed=seed)
       fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "check"}
       done.put((check.id, backend.name, fields))
     # Programs are per backend; each holds memory maps, of which Linux gives a process 65530.

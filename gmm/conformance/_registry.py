@@ -9,13 +9,22 @@ from typing import Any, Literal
 import numpy as np
 
 from gmm._protocol import Backend
+from gmm.conformance._evidence import Evidence, error_ratio
 
 # What a check runs on: one backend, or the library itself (codes, registry, arguments).
 Scope = Literal["backend", "library"]
 
 
 class Violation(AssertionError):
-  """A result that the clause forbids; the message says which element, and how far off."""
+  """A result that the clause forbids; the message says which element, and how far off.
+
+  Attributes:
+    evidence: the result and what it must be, where the two were compared.
+  """
+
+  def __init__(self, message: str, evidence: Evidence | None = None):
+    super().__init__(message)
+    self.evidence = evidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,33 +67,37 @@ def check(
 def expect_equal(got: Any, expected: Any, what: str, owner: np.ndarray | None = None) -> None:
   """Exact equality with NaN equal to NaN; `owner` gives the group of each index of the first axis."""
   got, expected = np.asarray(got), np.asarray(expected)
-  if got.shape != expected.shape or got.dtype != expected.dtype:
-    raise Violation(f"{what} is {got.dtype}{got.shape}, must be {expected.dtype}{expected.shape}")
+  dtypes = got.dtype.name, expected.dtype.name
   wide_got, wide = got.astype(np.float64), expected.astype(np.float64)
+  evidence = Evidence(what, wide_got, wide, dtypes, owner=owner)
+  if not evidence.same_form:
+    raise Violation(f"{what} is {got.dtype}{got.shape}, must be {expected.dtype}{expected.shape}", evidence)
   bad = ~((wide_got == wide) | (np.isnan(wide_got) & np.isnan(wide)))
   if bad.any():
     at = tuple(int(i) for i in np.argwhere(bad)[0])
     raise Violation(
       f"{what}[{', '.join(map(str, at))}]{_group(owner, at)} = {wide_got[at]:g}, must be {wide[at]:g} exactly "
-      f"({bad.sum()} of {bad.size} elements differ)"
+      f"({bad.sum()} of {bad.size} elements differ)",
+      evidence,
     )
 
 
 def expect_within(got: Any, exact: np.ndarray, bound: np.ndarray, what: str, owner: np.ndarray | None = None) -> float:
   """|got - exact| <= bound, element by element; returns the worst ratio."""
-  wide = np.asarray(got).astype(np.float64)
+  got = np.asarray(got)
+  wide, bound = got.astype(np.float64), np.broadcast_to(bound, exact.shape)
+  evidence = Evidence(what, wide, exact, (got.dtype.name, got.dtype.name), bound, owner)
   if wide.shape != exact.shape:
-    raise Violation(f"{what} has shape {wide.shape}, must be {exact.shape}")
-  with np.errstate(invalid="ignore"):
-    error = np.abs(wide - exact)
-    ratio = np.where(error == 0, 0.0, error / bound)
-  ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    raise Violation(f"{what} has shape {wide.shape}, must be {exact.shape}", evidence)
+  ratio = error_ratio(wide, exact, bound)
   if ratio.size and ratio.max() > 1:
     at = tuple(int(i) for i in np.unravel_index(ratio.argmax(), ratio.shape))
+    error = abs(wide[at] - exact[at])
     raise Violation(
       f"{what}[{', '.join(map(str, at))}]{_group(owner, at)} = {wide[at]:.9g}, exact {exact[at]:.9g}, error "
-      f"{error[at]:.3g} is {ratio[at]:.3g} times the bound {np.broadcast_to(bound, exact.shape)[at]:.3g} "
-      f"({(ratio > 1).sum()} of {ratio.size} elements past it)"
+      f"{error:.3g} is {ratio[at]:.3g} times the bound {bound[at]:.3g} "
+      f"({(ratio > 1).sum()} of {ratio.size} elements past it)",
+      evidence,
     )
   return float(ratio.max()) if ratio.size else 0.0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gmm.conformance._run import Report, Result, checks
+from gmm.conformance._result import Report, Result
+from gmm.conformance._run import checks
 
 if TYPE_CHECKING:
   import rich.console

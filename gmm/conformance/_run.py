@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import fnmatch
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import hypothesis
@@ -17,115 +17,97 @@ import jax
 
 from gmm import _registry as backend_registry
 from gmm._protocol import Backend, Unsupported
-from gmm.conformance import _checks
+from gmm.conformance import _checks, _expected
+from gmm.conformance._blame import refused_inside
+from gmm.conformance._examine import examine
+from gmm.conformance._load import load_backend
 from gmm.conformance._registry import Check, Violation
+from gmm.conformance._result import ConformanceError, Profile, Report, Result, Status
 from gmm.conformance._strategies import strategy
 
-Status = Literal["passed", "failed", "declined", "suite error"]
-Profile = Literal["quick", "default", "thorough"]
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 
 # Examples of a check of weight 1; a compiled shape runs many of them.
 EXAMPLES = {"quick": 4, "default": 12, "thorough": 100}
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-  """What one check found on one backend.
-
-  Attributes:
-    check: the check.
-    backend: name of the backend.
-    status: "declined" when every case was refused: it is not passed.
-    ran, declined: cases of each kind.
-    reasons: why cases were declined.
-    ratio: worst error/bound, None where the check is exact.
-    case: the smallest case that failed.
-    message: what is wrong there, or the suite's own error.
-    seconds: wall time.
-  """
-
-  check: Check
-  backend: str
-  status: Status
-  ran: int = 0
-  declined: int = 0
-  reasons: tuple[str, ...] = ()
-  ratio: float | None = None
-  case: Any = None
-  message: str = ""
-  seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """Results of one or more backends, in the order of SPEC.md."""
-
-  results: tuple[Result, ...]
-  profile: str
-  seed: int
-  seconds: float
-
-  @property
-  def conforms(self) -> bool:
-    """Whether something ran and nothing failed."""
-    return any(r.ran for r in self.results) and all(r.status in ("passed", "declined") for r in self.results)
-
-  @property
-  def failures(self) -> tuple[Result, ...]:
-    return tuple(r for r in self.results if r.status in ("failed", "suite error"))
-
-
 def checks(clauses: str = "*") -> tuple[Check, ...]:
-  """The checks whose clause id matches the glob pattern, in the order of SPEC.md."""
-  return tuple(c for c in _checks.CHECKS if fnmatch.fnmatchcase(c.clause, clauses))
+  """The checks whose clause or id matches the glob pattern, in the order of SPEC.md."""
+  return tuple(c for c in _checks.CHECKS if _expected.matches(c, clauses))
 
 
 def check_backend(
   backend: str | Backend,
   clauses: str = "*",
+  expected_failures: Mapping[str, str] = _NONE,
   *,
   profile: Profile = "default",
   seed: int = 0,
+  on_fail: Literal["raise", "report"] = "raise",
   on_result: Callable[[Result], None] | None = None,
 ) -> Report:
   """Checks one backend against SPEC.md.
 
   Args:
-    backend: a name or a `gmm.Backend`.
-    clauses: glob pattern of clause ids, for example "VJP-*".
+    backend: a `gmm.Backend`, its registered name, or "package.module:object".
+    clauses: glob pattern of clauses or of checks, for example "VJP-*" or "GMM-5:offset_forms".
+    expected_failures: glob pattern of the same kind -> reason. A check so named that fails is an "expected
+      failure"; one that passes is an "unexpected pass", which does not conform: the entry is out of date.
     profile: how many cases: "quick", "default" or "thorough".
     seed: another seed draws other cases.
+    on_fail: "raise" a `ConformanceError` that lists what failed, or only "report" it.
     on_result: called with each result as it comes.
 
   Returns:
     Report: `report.conforms` says whether all that ran holds.
 
   Raises:
-    ValueError, ImportError: the backend cannot be found or loaded; no clause matches; unknown profile.
+    ConformanceError: something failed, or nothing ran, and on_fail is "raise"; it carries the report.
+    ValueError, ImportError: the backend cannot be found or loaded; no clause matches; unknown profile or
+      on_fail; an expected failure that names no check.
   """
-  return check_backends([backend], clauses, profile=profile, seed=seed, on_result=on_result)
+  if on_fail not in ("raise", "report"):
+    raise ValueError(f"on_fail must be 'raise' or 'report', got {on_fail!r}.")
+  report = check_backends([backend], clauses, expected_failures, profile=profile, seed=seed, on_result=on_result)
+  if on_fail == "raise" and not report.conforms:
+    raise ConformanceError(failure_text(report), report)
+  return report
 
 
 def check_backends(
   backends: Iterable[str | Backend],
   clauses: str = "*",
+  expected_failures: Mapping[str, str] = _NONE,
   *,
   profile: Profile = "default",
   seed: int = 0,
   on_result: Callable[[Result], None] | None = None,
 ) -> Report:
-  """`check_backend` for several; checks of the library itself run once."""
-  chosen = select(clauses, profile)
+  """`check_backend` for several, which only reports; checks of the library itself run once."""
+  chosen = select(clauses, profile, expected_failures)
   begun, results = time.monotonic(), []
-  for check, backend in plan([backend_registry.get_backend(b) for b in backends], chosen):
-    results.append(run_check(check, backend, profile=profile, seed=seed))
+  for check, backend in plan([load_backend(b) for b in backends], chosen):
+    results.append(run_check(check, backend, expected_failures, profile=profile, seed=seed))
     if on_result is not None:
       on_result(results[-1])
   return Report(tuple(results), profile, seed, time.monotonic() - begun)
 
 
-def select(clauses: str, profile: str) -> tuple[Check, ...]:
-  """`checks(clauses)`; raises ValueError when none matches or the profile is unknown."""
+def failure_text(report: Report) -> str:
+  """Each failure in a few lines, for an exception."""
+  if not report.failures:
+    return "Nothing ran: every case was declined."
+  lines = [f"{len(report.failures)} of {len(report.results)} checks do not hold."]
+  for r in report.failures:
+    lines += ["", f"{r.check.id} on {r.backend}: {r.status}", f"  rule           {r.check.rule}"]
+    fields = ("case", "smallest case"), ("message", "found"), ("looks_like", "looks like"), ("expected", "reason given")
+    lines += [f"  {title:14s} {getattr(r, name)}" for name, title in fields if getattr(r, name) not in (None, "")]
+  return "\n".join(lines)
+
+
+def select(clauses: str, profile: str, expected_failures: Mapping[str, str] = _NONE) -> tuple[Check, ...]:
+  """`checks(clauses)`; raises ValueError when none matches, or the profile or an expected failure is unknown."""
+  _expected.validate(expected_failures, _checks.CHECKS)
   if profile not in EXAMPLES:
     raise ValueError(f"Unknown profile {profile!r}; known: {', '.join(EXAMPLES)}.")
   chosen = checks(clauses)
@@ -146,34 +128,54 @@ def plan(backends: list[Backend], chosen: tuple[Check, ...]) -> Iterator[tuple[C
         yield check, backend
 
 
-def run_check(check: Check, backend: Backend, *, profile: Profile = "default", seed: int = 0) -> Result:
-  """Runs one check on one backend; an error of the suite or the backend is a result, not an exception."""
+def run_check(
+  check: Check,
+  backend: Backend,
+  expected_failures: Mapping[str, str] = _NONE,
+  *,
+  profile: Profile = "default",
+  seed: int = 0,
+  case: Any = None,
+  explain: bool = True,
+) -> Result:
+  """Runs one check on one backend; an error of the suite or the backend is a result, not an exception.
+
+  Args:
+    check, backend: what runs.
+    expected_failures, profile, seed: as in `check_backend`.
+    case: run this case only, as it is, instead of drawing.
+    explain: whether a failure is shrunk to a small case and diagnosed, which takes some seconds.
+  """
   begun = time.monotonic()
-  tally = _Tally()
-  status, message = "passed", ""
-  try:
-    with warnings.catch_warnings(), _quick_compiles(backend, profile):
-      # Hypothesis warns of a slow first example, which is a compile.
-      warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
-      _run_cases(check, backend, EXAMPLES[profile], seed, lambda case: tally.run(check, backend, case))
-  except Violation as violation:
-    status, message = "failed", str(violation)
-  except Exception as error:  # whatever a third party's kernel raises is reported with its case
-    status, message = "suite error" if tally.case is None else "failed", f"{type(error).__name__}: {error}"
-  if status == "passed" and not tally.ran:
-    status = "declined"
-  return Result(
+  tally, finding = _Tally(), None
+  with warnings.catch_warnings(), _quick_compiles(backend, profile):
+    # Hypothesis warns of a slow first example, which is a compile.
+    warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
+    try:
+      if case is not None:
+        tally.run(check, backend, case)
+      else:
+        _run_cases(check, backend, EXAMPLES[profile], seed, lambda case: tally.run(check, backend, case))
+    except Exception as error:  # whatever a third party's kernel raises is reported with its case
+      at = dataclasses.replace(check, draws=(case,)) if case is not None else check
+      finding = examine(error, at, backend, tally.case, explain=explain)
+  expected = _expected.reason_for(check, expected_failures)
+  result = Result(
     check=check,
     backend="(library)" if check.scope == "library" else backend.name,
-    status=status,
+    status="declined" if not tally.ran else "unexpected pass" if expected else "passed",
     ran=tally.ran,
     declined=tally.declined,
     reasons=tuple(reason for reason, _ in tally.reasons.most_common()),
     ratio=tally.ratio,
-    case=tally.case if status in ("failed", "suite error") else None,
-    message=message,
     seconds=time.monotonic() - begun,
+    expected=expected,
   )
+  if finding is None:
+    return result
+  status: Status = "suite error" if finding.suite else "expected failure" if expected else "failed"
+  said = {f.name: getattr(finding, f.name) for f in dataclasses.fields(finding) if f.name != "suite"}
+  return dataclasses.replace(result, status=status, ran=max(tally.ran, 1), **said)
 
 
 @contextlib.contextmanager
@@ -195,7 +197,7 @@ def _quick_compiles(backend: Backend, profile: Profile) -> Iterator[None]:
 
 
 class _Tally:
-  """What happened so far; after a failure `case` is the last one run, which is the smallest."""
+  """What happened so far; after a failure `case` is the last one run, which failed."""
 
   def __init__(self):
     self.ran = self.declined = 0
@@ -208,6 +210,8 @@ class _Tally:
     try:
       ratio = check.run(backend, case)
     except Unsupported as refusal:
+      if refused_inside(refusal, backend):
+        raise Violation(f"supports accepts it and the backend refuses: {refusal}") from refusal
       self.declined += 1
       self.reasons[_reason(str(refusal))] += 1
       return
@@ -236,7 +240,7 @@ def _run_cases(check: Check, backend: Backend, examples: int, seed: int, run: Ca
     report_multiple_bugs=False,
     # They measure time, which is compilation here.
     suppress_health_check=(hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large),
-    phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+    phases=(hypothesis.Phase.generate,),  # a failure is shrunk over shapes as well, in `_shrink`
     verbosity=hypothesis.Verbosity.quiet,
   )
 

@@ -1,0 +1,158 @@
+"""One line about a failure: which kind of fault it looks like.
+
+First the backend's calls are replayed: the first whose result is outside its bound is compared
+with what known faults would have given (`_hypotheses`), then with what its result is made of
+(`_structure`), then with what too few bits would give. Where no call is to blame, the compared
+arrays alone are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from gmm.conformance._case import numpy_dtype
+from gmm.conformance._evidence import Evidence, error_ratio
+from gmm.conformance._hypotheses import hypotheses
+from gmm.conformance._replay import Replay, replay
+from gmm.conformance._spy import Call
+from gmm.conformance._structure import structure
+
+_PASS = {"fwd": "in the forward", "dlhs": "in dlhs", "drhs": "in drhs"}
+
+
+def diagnose(evidence: Evidence | None, calls: Sequence[Call], message: str = "") -> str:
+  """What the failure looks like, "" when nothing is recognised.
+
+  Args:
+    evidence: the arrays that the check compared, where it compared arrays.
+    calls: the backend's calls while the check ran, from `_spy.record`.
+    message: the check's own sentence.
+  """
+  for i, call in enumerate(calls):
+    said = of_call(call, calls[:i])
+    if said:
+      return f"{said} ({_PASS[call.pass_]})"
+  return of_evidence(evidence, message)
+
+
+def of_call(call: Call, earlier: Sequence[Call] = ()) -> str:
+  """What is wrong with one call's result, "" when nothing is; `earlier` calls may have left something behind."""
+  r = replay(call)
+  wanted = (len(r.rows), r.lhs.codes.shape[1], r.rhs.codes.shape[-1]) if r.sums_rows else (r.m, r.rhs.codes.shape[-1])
+  if call.got.dtype.name != r.out_dtype:
+    return f"wrong dtype: {call.got.dtype.name} instead of {r.out_dtype}"
+  if call.got.shape != wanted:
+    return f"wrong shape: {call.got.shape} instead of {wanted}"
+  with np.errstate(all="ignore"):
+    found = r.exact()
+    bound = np.broadcast_to(r.bound(found), found.value.shape)
+    got, exact = call.got.astype(np.float64), _overflowed(found.value, r.out_dtype)
+    bad = error_ratio(got, exact, bound) > 1
+    if not bad.any():
+      return ""
+    # A result that is off by a rounding would also fit a scale that is off by one.
+    fine = _too_few_bits(r, got, exact) if not _gross(got, exact, bad) else ""
+    said = fine or _stale_sizes(call, got, earlier) or _known(r, call, got) or _stale_result(call, got, earlier)
+    return said or structure(r, got, exact, bad, bound) or _too_few_bits(r, got, exact) or _place(r, bad)
+
+
+def _overflowed(exact: np.ndarray, dtype: str) -> np.ndarray:
+  """What is past the largest number of the result's dtype is Inf there."""
+  rounded = exact.astype(numpy_dtype(dtype)).astype(np.float64)
+  return np.where(np.isinf(rounded), rounded, exact)
+
+
+def _gross(got: np.ndarray, exact: np.ndarray, bad: np.ndarray) -> bool:
+  """Whether something is wrong by more than bits: an eighth of the largest element, or no number at all."""
+  error = np.abs(got - exact)[bad]
+  size = np.abs(exact[np.isfinite(exact)]).max(initial=0)
+  return bool(not np.isfinite(error).all() or error.max(initial=0) > size / 8)
+
+
+def _alike(call: Call, earlier: Sequence[Call]) -> list[Call]:
+  """Earlier calls of the same pass and shapes, the last one first."""
+  same = lambda c: c.pass_ == call.pass_ and c.got.shape == call.got.shape and c.sizes.shape == call.sizes.shape
+  return [c for c in reversed(earlier) if same(c)]
+
+
+def _stale_sizes(call: Call, got: np.ndarray, earlier: Sequence[Call]) -> str:
+  for before in _alike(call, earlier):
+    if not np.array_equal(before.sizes, call.sizes):
+      mixed = replay(dataclasses.replace(call, sizes=before.sizes))
+      if _fits(mixed, got):
+        return "stale metadata: group sizes of an earlier call"
+  return ""
+
+
+def _stale_result(call: Call, got: np.ndarray, earlier: Sequence[Call]) -> str:
+  same = any(np.array_equal(c.got.astype(np.float64), got) for c in _alike(call, earlier))
+  return "stale buffer: the result of an earlier call" if same and got.any() else ""
+
+
+def _known(r: Replay, call: Call, got: np.ndarray) -> str:
+  return next((label for label, wrong in hypotheses(r, call) if _fits(wrong, got)), "")
+
+
+def _fits(r: Replay, got: np.ndarray) -> bool:
+  found = r.exact()
+  if found.value.shape != got.shape:
+    return False
+  exact = _overflowed(found.value, r.out_dtype)
+  return bool((error_ratio(got, exact, np.broadcast_to(r.bound(found), exact.shape)) <= 1).all())
+
+
+def _too_few_bits(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
+  """Roundings that are not allowed: of the result, of the operands, of the running sum."""
+  found = r.exact()
+  for dtype in ("bfloat16", "float16"):
+    within = lambda **kwargs: (error_ratio(got, exact, np.broadcast_to(r.bound(found, **kwargs), got.shape)) <= 1).all()
+    narrow = numpy_dtype(dtype)
+    if r.out_dtype == "float32" and np.array_equal(got.astype(narrow).astype(np.float64), got, equal_nan=True):
+      once = np.abs(got - exact) <= 2.0 ** (-8 if dtype == "bfloat16" else -11) * 1.01 * np.abs(exact) + 2.0**-126
+      if once.all():
+        return f"an extra rounding: the result went through {dtype}"
+    if r.out_dtype == dtype and within(out_roundings=2):
+      return f"an extra rounding to {dtype}, or {dtype} accumulation: the result is rounded more than once"
+    if within(accumulator=dtype):
+      return f"{dtype} accumulation: the running sum, or the products, have too few bits"
+  return ""
+
+
+def _place(r: Replay, bad: np.ndarray) -> str:
+  """Nothing known: at least where."""
+  names = ("group", "k row", "column") if r.sums_rows else ("row", "column")
+  parts = []
+  for axis, name in enumerate(names):
+    index = np.unique(np.nonzero(bad)[axis])
+    if len(index) < bad.shape[axis]:
+      parts.append(f"{name} {index[0]}" if len(index) == 1 else f"{name}s {index[0]} to {index[-1]}")
+  return f"wrong in {' of '.join(parts)} only" if parts else "wrong everywhere"
+
+
+def of_evidence(evidence: Evidence | None, message: str) -> str:
+  """What the compared arrays alone say."""
+  if "second run" in message:
+    return "not reproducible: the bits change from run to run"
+  if "compiled for new group sizes" in message:
+    return "recompiled: group sizes are treated as static"
+  if "was declined" in message or "refuses" in message or "supports" in message:
+    return "supports does not tell the truth, or declines the core"
+  if evidence is None:
+    return ""
+  if evidence.dtypes[0] != evidence.dtypes[1]:
+    return f"wrong dtype: {evidence.dtypes[0]} instead of {evidence.dtypes[1]}"
+  if evidence.got.shape != evidence.expected.shape:
+    return f"wrong shape: {evidence.got.shape} instead of {evidence.expected.shape}"
+  bad = evidence.ratio > 1
+  got, owner = evidence.got, evidence.owner
+  index = np.unique(np.nonzero(bad)[0]) if bad.ndim else np.zeros(0, int)
+  if owner is not None and len(index) and (owner[index] < 0).all():
+    return "uninitialised tail rows: rows of no group are not zeroed"
+  if (bad & ~np.isfinite(got)).any():
+    return "NaN leaking: from rows of no group, another row or another group"
+  if not got[bad].any():
+    return "dropped: zeros where numbers must be"
+  return ""
