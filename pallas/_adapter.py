@@ -188,7 +188,8 @@ def _gmm(
     # 2. Multiply in calls of whole tiles. In each the groups' sizes add up to its rows, and the
     #    local groups are 1 to g.
     parts = [
-      opaque(run, (b - a, n), rows[a:b], w, _all_sizes(starts, ends, a, b)) for a, b in _calls(rows.shape[0], tile[0])
+      opaque(run, (b - a, n), rows[a:b], w, _all_sizes(starts, ends, a, b), interpreted=interpreted)
+      for a, b in _calls(rows.shape[0], tile[0])
     ]
     # 3. Keep the rows that a local group owns: the others were never written.
     out = jnp.where(covered, jnp.concatenate(parts)[:m], 0.0)
@@ -251,7 +252,8 @@ def _tgmm(
     run = _Run(kernel.tgmm, num_groups=g, tile=tile, precision=_precision(precision, x), interpret=interpreted)
     # A group whose rows are in no call's share adds exactly zero there.
     parts = (
-      opaque(run, (g, k, n), x[a:b], d[a:b], _all_sizes(starts, ends, a, b)) for a, b in _calls(x.shape[0], tile[0])
+      opaque(run, (g, k, n), x[a:b], d[a:b], _all_sizes(starts, ends, a, b), interpreted=interpreted)
+      for a, b in _calls(x.shape[0], tile[0])
     )
     out = functools.reduce(jnp.add, parts)
   if x_scale is not None:
