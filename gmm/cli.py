@@ -6,6 +6,8 @@ import argparse
 import json
 import pathlib
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Returns:
     0 when all that ran conforms, 1 when something fails, 2 when a backend, recipe or argument
-    is unknown or cannot be loaded, 3 when nothing ran.
+    is unknown or cannot be loaded, 3 when nothing ran. An error of the kit itself is raised.
   """
   argv = list(sys.argv[1:] if argv is None else argv)
   if argv and argv[0] == "table":
@@ -33,28 +35,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bench.main(argv[1:])
   parser = _parser()
   options = parser.parse_args(argv)
-  if options.command == "check" and options.json is not None and not options.json.parent.is_dir():
-    parser.error(f"--json {options.json}: the folder {options.json.parent} does not exist.")
   if options.command == "backends":
     return _list_backends()
-  try:
-    return _check(options)
-  except (ValueError, ImportError) as error:
-    print(f"gmm check: {error}", file=sys.stderr)
-    return CANNOT_LOAD
+  for name in ("json", "html"):
+    path = getattr(options, name)
+    if path is not None and not path.parent.is_dir():
+      parser.error(f"--{name} {path}: the folder {path.parent} does not exist.")
+  if options.case is not None and options.clause == "*":
+    parser.error("--case needs --clause as well: which check shall run on that case?")
+  return _check(options)
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="gmm", description="Grouped matrix multiplication, held to one specification.")
   commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-  check = commands.add_parser("check", help="hold backends to SPEC.md, then compute the published MoE table")
-  check.add_argument("backend", nargs="*", metavar="BACKEND", help="names (default: every backend that loads)")
-  check.add_argument("--clause", default="*", metavar="GLOB", help="only clauses that match, for example 'VJP-*'")
+  check = commands.add_parser(
+    "check",
+    help="hold backends to SPEC.md, then compute the published MoE table",
+    epilog="Exit codes: 0 conforms, 1 does not, 2 a backend or an argument cannot be loaded, 3 nothing ran.",
+  )
+  check.add_argument(
+    "backend",
+    nargs="*",
+    metavar="BACKEND",
+    help="names, or package.module:object for a gmm.Backend of yours (default: every backend that loads)",
+  )
+  check.add_argument("--clause", default="*", metavar="GLOB", help="only clauses or checks that match: 'VJP-*'")
   check.add_argument("--profile", choices=("quick", "default", "thorough"), default="default", help="how many cases")
   check.add_argument("--seed", type=int, default=0, help="another seed draws other cases")
+  check.add_argument("--case", metavar="CASE", help="only this case, as a report prints it: 'Case(m=4, …)'")
   check.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
   check.add_argument("--no-table", action="store_true", help="leave the MoE table out")
   check.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything as JSON")
+  check.add_argument("--html", type=pathlib.Path, metavar="FILE", help="also write one page with a picture per failure")
   commands.add_parser("table", help="the published MoE table (gmm table --help)")
   commands.add_parser("bench", help="benchmarks (gmm bench --help)")
   commands.add_parser("backends", help="list the backends and whether they load")
@@ -80,25 +93,60 @@ def _check(options: argparse.Namespace) -> int:
     console.width = 120  # rather than rich's 80 for a file or a pipe
   listed = gmm.backends()
   names = options.backend or [name for name, problem in listed.items() if problem is None]
-  for name in names:
-    gmm.get_backend(name)  # an unknown or broken one is an error before anything runs
+  # 1. Whatever is unknown or broken in the arguments is said before anything runs.
+  try:
+    for name in names:
+      conformance.load_backend(name)
+    conformance.select(options.clause, options.profile)
+    case = None if options.case is None else conformance.parse_case(options.case)
+  except (ValueError, ImportError) as error:
+    _print_cannot_load(error)
+    return CANNOT_LOAD
   if not options.backend:
     for problem in listed.values():
       if problem is not None:
         console.print(f"[yellow]left out[/] {problem}", highlight=False)
-  report = _run_checks(names, options, console)
-  conformance.print_report(report, console)
-  found: dict[str, Any] = {"conformance": conformance.as_json(report)}
+  # 2. The clauses.
+  report = _run_checks(names, options, console) if case is None else _run_one_case(names, options, case)
+  found_by = dict(zip((conformance.load_backend(n).name for n in names), names, strict=True))
+  conformance.print_report(report, console, found_by)
+  found: dict[str, Any] = {"conformance": conformance.as_json(report, found_by)}
   holds = report.conforms
-  if not options.no_table and options.clause == "*":
+  # 3. The MoE table, of installed backends: it says how accurate a whole layer is, not whether a kernel conforms.
+  if not options.no_table and options.clause == "*" and not any(":" in name for name in names):
     table_holds, found["tables"] = _run_tables(names, console)
     holds = holds and table_holds
   if options.json is not None:
     options.json.write_text(json.dumps(found, indent=2) + "\n")
+  if options.html is not None:
+    conformance.write_html(report, options.html, found_by)
+    console.print(f"written: {options.html}", highlight=False)
   if not any(r.ran for r in report.results):
+    console.print("[bold yellow]nothing ran[/]: every case was declined")
     return NOTHING_RAN
   console.print("[bold green]conforms[/]" if holds else "[bold red]does not conform[/]")
   return CONFORMS if holds else FAILS
+
+
+def _print_cannot_load(error: Exception) -> None:
+  """The sentence, below the traceback of what it was raised from: a third party's module, for example."""
+  if error.__cause__ is not None:
+    traceback.print_exception(error.__cause__)
+  print(f"gmm check: {error}", file=sys.stderr)
+
+
+def _run_one_case(names, options, case):
+  """The checks that --clause names on the one case, in this process."""
+  from gmm import conformance
+
+  begun = time.monotonic()
+  results = [
+    conformance.run_check(check, conformance.load_backend(name), profile=options.profile, case=case)
+    for name in names
+    for check in conformance.checks(options.clause)
+    if check.scope == "backend"
+  ]
+  return conformance.Report(tuple(results), options.profile, options.seed, time.monotonic() - begun)
 
 
 def _run_checks(names, options, console):
@@ -111,7 +159,7 @@ def _run_checks(names, options, console):
 
     def on_result(result: conformance.Result) -> None:
       bar.update(task, advance=1, description=f"{result.backend} {result.check.clause}")
-      if result.status in ("failed", "suite error"):
+      if result.status not in ("passed", "declined"):
         bar.console.print(f"[bold red]{result.status}[/] {result.backend} {result.check.id}", highlight=False)
 
     return conformance.check_in_processes(

@@ -10,6 +10,9 @@ import numpy as np
 
 Data = Literal["integers", "real", "positive"]
 
+DATA_KINDS: tuple[Data, ...] = ("integers", "real", "positive")
+BOTH_DTYPES = ("float32", "bfloat16")
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

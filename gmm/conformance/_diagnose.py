@@ -18,7 +18,7 @@ from gmm.conformance._evidence import Evidence, error_ratio
 from gmm.conformance._hypotheses import hypotheses
 from gmm.conformance._replay import Replay, replay
 from gmm.conformance._spy import Call
-from gmm.conformance._structure import structure
+from gmm.conformance._structure import place, structure
 
 _PASS = {"fwd": "in the forward", "dlhs": "in dlhs", "drhs": "in drhs"}
 
@@ -55,8 +55,14 @@ def of_call(call: Call, earlier: Sequence[Call] = ()) -> str:
       return ""
     # A result that is off by a rounding would also fit a scale that is off by one.
     fine = _too_few_bits(r, got, exact) if not _gross(got, exact, bad) else ""
-    said = fine or _stale_sizes(call, got, earlier) or _known(r, call, got) or _stale_result(call, got, earlier)
-    return said or structure(r, got, exact, bad, bound) or _too_few_bits(r, got, exact) or _place(r, bad)
+    said = (
+      _stalled(r, got)
+      or fine
+      or _stale_sizes(call, got, earlier)
+      or _known(r, call, got)
+      or _stale_result(call, got, earlier)
+    )
+    return said or structure(r, got, exact, bad, bound) or f"wrong values: {place(r, bad)}"
 
 
 def _overflowed(exact: np.ndarray, dtype: str) -> np.ndarray:
@@ -104,6 +110,18 @@ def _fits(r: Replay, got: np.ndarray) -> bool:
   return bool((error_ratio(got, exact, np.broadcast_to(r.bound(found), exact.shape)) <= 1).all())
 
 
+def _stalled(r: Replay, got: np.ndarray) -> str:
+  """A sum of equal terms that ends where one more term is half a unit in the last place."""
+  x, w = r.lhs.value, r.rhs.value
+  if not x.size or not w.size or np.ptp(x) or np.ptp(w) or not x.flat[0] * w.flat[0]:
+    return ""
+  terms = got / (x.flat[0] * w.flat[0])
+  for dtype, last in (("bfloat16", 256), ("float16", 2048)):
+    if (terms == last).any() and terms.max() == last and (r.exact().terms > last).any():
+      return f"{dtype} accumulation: the running sum stalls at {last} terms"
+  return ""
+
+
 def _too_few_bits(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
   """Roundings that are not allowed: of the result, of the operands, of the running sum."""
   found = r.exact()
@@ -119,17 +137,6 @@ def _too_few_bits(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
     if within(accumulator=dtype):
       return f"{dtype} accumulation: the running sum, or the products, have too few bits"
   return ""
-
-
-def _place(r: Replay, bad: np.ndarray) -> str:
-  """Nothing known: at least where."""
-  names = ("group", "k row", "column") if r.sums_rows else ("row", "column")
-  parts = []
-  for axis, name in enumerate(names):
-    index = np.unique(np.nonzero(bad)[axis])
-    if len(index) < bad.shape[axis]:
-      parts.append(f"{name} {index[0]}" if len(index) == 1 else f"{name}s {index[0]} to {index[-1]}")
-  return f"wrong in {' of '.join(parts)} only" if parts else "wrong everywhere"
 
 
 def of_evidence(evidence: Evidence | None, message: str) -> str:

@@ -16,7 +16,7 @@ from gmm.conformance._registry import Check, Violation
 from gmm.conformance._shrink import shrink
 
 # How long a failing check may look for a smaller case: a few shapes, one or two compiles each.
-SHRINK_SECONDS = 12.0
+SHRINK_SECONDS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)

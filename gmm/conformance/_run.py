@@ -160,10 +160,11 @@ def run_check(
       at = dataclasses.replace(check, draws=(case,)) if case is not None else check
       finding = examine(error, at, backend, tally.case, explain=explain)
   expected = _expected.reason_for(check, expected_failures)
+  status: Status = "declined" if not tally.ran else "unexpected pass" if expected else "passed"
   result = Result(
     check=check,
     backend="(library)" if check.scope == "library" else backend.name,
-    status="declined" if not tally.ran else "unexpected pass" if expected else "passed",
+    status=status,
     ran=tally.ran,
     declined=tally.declined,
     reasons=tuple(reason for reason, _ in tally.reasons.most_common()),
@@ -173,7 +174,7 @@ def run_check(
   )
   if finding is None:
     return result
-  status: Status = "suite error" if finding.suite else "expected failure" if expected else "failed"
+  status = "suite error" if finding.suite else "expected failure" if expected else "failed"
   said = {f.name: getattr(finding, f.name) for f in dataclasses.fields(finding) if f.name != "suite"}
   return dataclasses.replace(result, status=status, ran=max(tally.ran, 1), **said)
 

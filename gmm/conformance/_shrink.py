@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from gmm.conformance._case import Case
 
 # (m, k, n, g): one element per product, then room for borders inside a tile, then for blocks and tiles.
-_SHAPES = ((4, 2, 2, 2), (6, 4, 3, 3), (16, 16, 12, 3))
+_SHAPES = ((4, 2, 2, 2), (6, 4, 3, 3), (16, 16, 12, 3), (24, 16, 12, 3))
 _PER_SHAPE = 0.4  # share of the time for one shape
 
 

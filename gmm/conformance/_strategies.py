@@ -7,6 +7,8 @@ import dataclasses
 import hypothesis.strategies as st
 
 from gmm._recipe import recipe_names
+from gmm.conformance._case import BOTH_DTYPES as BOTH
+from gmm.conformance._case import DATA_KINDS as DATA
 from gmm.conformance._case import Case, Data
 
 
@@ -24,9 +26,6 @@ class Bucket:
 SHORT = Bucket(24, 16, 12, 3)
 OFF_TILE = Bucket(150, 136, 20, 5)
 MANY_GROUPS = Bucket(12, 3, 5, 18)
-
-DATA: tuple[Data, ...] = ("integers", "real", "positive")
-BOTH = ("float32", "bfloat16")
 
 
 @st.composite

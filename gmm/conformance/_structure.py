@@ -101,13 +101,15 @@ def _dropped(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bou
 
 def _combined_groups(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bound: np.ndarray) -> str:
   """Which groups' weights each wrong row was multiplied with."""
-  g, n = r.rhs.codes.shape[0], bad.shape[1]
+  g = r.rhs.codes.shape[0]
   rows = np.unique(np.nonzero(bad)[0])
   found: list[tuple[int, np.ndarray]] = []
   for i in rows[:40]:
-    products = r.lhs.value[i] @ r.rhs.value  # [g, n]
-    target = got[i] if r.partial is None else got[i] - r.partial[i]
-    whole = _fit(products.T, target, bound[i]) if n > g else _one_of(products, target, bound[i])
+    at = bad[i]
+    products = (r.lhs.value[i] @ r.rhs.value)[:, at]  # [g, wrong columns]
+    target = got[i, at] if r.partial is None else (got[i] - r.partial[i])[at]
+    limit = bound[i, at]
+    whole = _fit(products.T, target, limit) if at.sum() > g else _one_of(products, target, limit)
     if whole is None:
       return ""
     found.append((int(i), whole))
@@ -117,9 +119,9 @@ def _combined_groups(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndar
   if all(own(i, c) == 0 and not len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
     return f"rows dropped ({_span(rows)})"
   if all(own(i, c) >= 2 and not len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
-    return f"double count: a tile is added twice ({_span(rows)})"
+    return f"double count: a tile is added twice ({place(r, bad)})"
   if all(own(i, c) >= 1 and len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
-    return f"accumulator not reset: the product of another group is in the sum ({_span(rows)})"
+    return f"accumulator not reset: the product of another group is in the sum ({place(r, bad)})"
   near = [any(abs(i - s) <= 1 or abs(i + 1 - s) <= 1 for rows_of in r.rows for s in rows_of) for i in rows]
   where = " at an edge" if all(near) or _next_to_borders(r, rows) else ""
   others = sorted({int(j) for _, c in found for j in np.flatnonzero(c)})
@@ -199,6 +201,8 @@ def _combined_k(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, 
     return ""
   k = len(counts)
   dropped, twice = np.flatnonzero(counts == 0), np.flatnonzero(counts >= 2)
+  if len(twice) == k:
+    return f"double count: a tile is added twice ({place(r, bad)})"
   if len(dropped) and dropped[-1] == k - 1:
     return f"last k block dropped: k from {dropped[0]} on is not summed (k tail)"
   if len(dropped):
@@ -210,14 +214,16 @@ def _combined_k(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, 
 
 def _factor(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bound: np.ndarray) -> str:
   """One factor between got and exact, for all or for each row or column."""
-  good = np.isfinite(exact) & (np.abs(exact) > 4 * bound) & (exact != 0)
+  good = bad & np.isfinite(got) & np.isfinite(exact) & (np.abs(exact) > 4 * bound) & (exact != 0)
   if good.sum() < 3:
     return ""
   ratio = np.where(good, got / np.where(good, exact, 1), np.nan)
   slack = 3 * np.nanmax(np.where(good, bound / np.abs(np.where(good, exact, 1)), np.nan))
   if np.nanmax(ratio) - np.nanmin(ratio) <= slack * np.abs(np.nanmean(ratio)):
     factor = float(np.nanmean(ratio))
-    return f"scale wrong: every element is {factor:.4g} times what it must be"
+    if abs(factor - 2) <= 2 * slack:
+      return f"double count: twice what it must be ({place(r, bad)})"
+    return f"scale wrong: {factor:.4g} times what it must be ({place(r, bad)})"
   for axis, words in ((-1, "row"), (-2, "column")):
     some = good.sum(axis=axis, keepdims=True) >= 2
     if not some.any():
@@ -296,6 +302,18 @@ def _one_of(products: np.ndarray, target: np.ndarray, bound: np.ndarray) -> np.n
       counts[j] = times
       return counts
   return None
+
+
+def place(r: Replay, bad: np.ndarray) -> str:
+  """Where the wrong elements lie, along each axis on which some are right."""
+  names = ("group", "k row", "column") if r.sums_rows else ("row", "column")
+  parts = []
+  for axis, name in enumerate(names):
+    index = np.unique(np.nonzero(bad)[axis])
+    if len(index) < bad.shape[axis]:
+      gaps = " with gaps" if len(index) <= index[-1] - index[0] else ""
+      parts.append(f"{name} {index[0]}" if len(index) == 1 else f"{name}s {index[0]} to {index[-1]}{gaps}")
+  return ", ".join(parts) or "everywhere"
 
 
 def _span(index: np.ndarray, word: str = "rows") -> str:
