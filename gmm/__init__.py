@@ -19,6 +19,8 @@ from gmm._qarray import QArray as QArray
 from gmm._qarray import dequantize as dequantize
 from gmm._quantize import GivenScale as GivenScale
 from gmm._quantize import quantize as quantize
+from gmm._ranges import AmaxHistory as AmaxHistory
+from gmm._ranges import Ranges as Ranges
 from gmm._recipe import Quant as Quant
 from gmm._recipe import Recipe as Recipe
 from gmm._recipe import recipe as recipe

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gmm._absmax import absmax
 from gmm._groups import covered_rows, local_ranges
 from gmm._qarray import Operand, QArray
 from gmm._recipe import Quant, Recipe
@@ -70,7 +71,7 @@ def _report(watcher: _Watcher, name: str, x: jax.Array, used: jax.Array) -> None
   """Tells the watcher max |x| over the used entries of the first axis, whenever the program runs."""
   x = jnp.where(used.reshape((-1,) + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
   # The maximum needs no order and does not mind a call that remat or vmap repeats.
-  jax.debug.callback(lambda absmax: watcher.record(name, absmax), jnp.max(jnp.abs(x), initial=0))
+  jax.debug.callback(lambda largest: watcher.record(name, largest), absmax(x))
 
 
 def calibrate(

@@ -14,7 +14,7 @@ from gmm import _registry
 from gmm._groups import local_ranges
 from gmm._protocol import Backend, OperandSpec, Pass, Problem, Tile, Unsupported, operand_spec
 from gmm._qarray import Operand, QArray
-from gmm._quantize import Kind, apply_prescale, quantize
+from gmm._quantize import GivenScale, Kind, apply_prescale, quantize
 from gmm._recipe import Quant
 
 
@@ -57,11 +57,14 @@ class Call:
 class Todo:
   """What a backend may do to an operand before multiplying: prescale, then quantize."""
 
-  quant: Quant | None = None
+  quant: Quant | GivenScale | None = None
   prescale: jax.Array | None = None
 
   def __bool__(self) -> bool:
     return self.quant is not None or self.prescale is not None
+
+
+_NOTHING = Todo()
 
 
 def call_gmm(
@@ -82,7 +85,7 @@ def call_gmm(
   def problem(lhs_spec: OperandSpec) -> Problem:
     return _problem(call, lhs_spec, operand_spec(rhs), (m, k, n, g), sizes, offset, partial_sum=partial_sum is not None)
 
-  backend, fuse = _choose(call.candidates, problem, operand_spec(lhs, lhs_todo.quant, lhs_todo.prescale), "rows")
+  backend, fuse = _choose(call.candidates, problem, [(lhs, lhs_todo)], "rows", g)
   if not fuse:
     lhs, lhs_todo = _do(lhs, lhs_todo, "rows", sizes, offset, g), Todo()
   return backend.gmm(
@@ -108,23 +111,25 @@ def call_tgmm(
   offset: jax.Array | None,
   *,
   num_groups: int,
-  dout_todo: Todo,
+  lhs_todo: Todo = _NOTHING,
+  dout_todo: Todo = _NOTHING,
 ) -> jax.Array:
   """tgmm on the backend of `call`; raises Unsupported when no allowed backend takes it."""
   dims = (lhs.shape[0], lhs.shape[1], dout.shape[1], num_groups)
 
-  def problem(dout_spec: OperandSpec) -> Problem:
-    return _problem(call, operand_spec(lhs), dout_spec, dims, sizes, offset)
+  def problem(lhs_spec: OperandSpec, dout_spec: OperandSpec) -> Problem:
+    return _problem(call, lhs_spec, dout_spec, dims, sizes, offset)
 
-  backend, fuse = _choose(call.candidates, problem, operand_spec(dout, dout_todo.quant, dout_todo.prescale), "cols")
+  backend, fuse = _choose(call.candidates, problem, [(lhs, lhs_todo), (dout, dout_todo)], "cols", num_groups)
   if not fuse:
+    lhs, lhs_todo = _do(lhs, lhs_todo, "cols", sizes, offset, num_groups), Todo()
     dout, dout_todo = _do(dout, dout_todo, "cols", sizes, offset, num_groups), Todo()
   return backend.tgmm(
     lhs,
     dout,
     sizes,
     num_groups=num_groups,
-    lhs_quant=None,
+    lhs_quant=lhs_todo.quant,
     dout_quant=dout_todo.quant,
     dout_prescale=dout_todo.prescale,
     group_offset=offset,
@@ -164,20 +169,24 @@ def _problem(
 
 
 def _choose(
-  allowed: Candidates, problem: Callable[[OperandSpec], Problem], spec: OperandSpec, kind: Kind
+  allowed: Candidates,
+  problem: Callable[..., Problem],
+  operands: list[tuple[Operand, Todo]],
+  kind: Kind,
+  num_groups: int,
 ) -> tuple[Backend, bool]:
-  """Returns the backend, and whether it also does what `spec` asks before multiplying."""
+  """Returns the backend, and whether it also does what is to do to the operands before multiplying."""
+  asked = problem(*(operand_spec(x, todo.quant, todo.prescale) for x, todo in operands))
   refusals = []
   for backend in allowed.backends:
-    reason = backend.supports(problem(spec))
+    reason = backend.supports(asked)
     if reason is None:
       return backend, True
-    if spec.quant is not None or spec.prescale_shape is not None:
-      reason = backend.supports(problem(_done(spec, kind)))
+    if any(todo for _, todo in operands):
+      reason = backend.supports(problem(*(_done(x, todo, kind, num_groups) for x, todo in operands)))
       if reason is None:
         return backend, False
     refusals.append((backend.name, reason))
-  asked = problem(spec)
   what = f"{asked.pass_} of m={asked.m} k={asked.k} n={asked.n} groups={asked.num_groups} on {asked.platform}"
   if allowed.named:
     name, reason = refusals[0]
@@ -186,13 +195,15 @@ def _choose(
   raise Unsupported(f"No backend can do {what}. {listed}")
 
 
-def _done(spec: OperandSpec, kind: Kind) -> OperandSpec:
+def _done(x: Operand, todo: Todo, kind: Kind, num_groups: int) -> OperandSpec:
   """The operand after what is asked has been done outside the backend."""
-  if spec.quant is None:
-    return dataclasses.replace(spec, prescale_shape=None)
-  quant = spec.quant
-  x = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-  return operand_spec(jax.eval_shape(lambda v: quantize(v, quant, kind), x))
+  quant = todo.quant
+  if quant is None:
+    return operand_spec(x)
+  ranges = jax.ShapeDtypeStruct((num_groups,), "int32")
+  by_ranges = lambda x, starts, ends: quantize(x, quant, kind, starts=starts, ends=ends)
+  # Shape and dtype only: inside a shard_map the operand has axes that these ranges have not.
+  return operand_spec(jax.eval_shape(by_ranges, jax.ShapeDtypeStruct(x.shape, x.dtype), ranges, ranges))
 
 
 def _do(x: Operand, todo: Todo, kind: Kind, sizes: jax.Array, offset: jax.Array | None, num_groups: int) -> Operand:

@@ -15,6 +15,7 @@ from gmm._groups import canonical_sizes, covered_rows, local_ranges
 from gmm._manual_axes import vary_alike
 from gmm._protocol import Backend, Pass, Problem
 from gmm._qarray import Operand, OperandLike, QArray
+from gmm._ranges import Ranges, with_ranges
 from gmm._recipe import Recipe
 from gmm._recipe import recipe as _named_recipe
 from gmm._tiling import Tiling, as_tiling
@@ -31,6 +32,7 @@ def gmm(
   transpose_rhs: bool = False,
   partial_sum: jax.Array | np.ndarray | None = None,
   existing_out: jax.Array | np.ndarray | None = None,
+  ranges: Ranges | None = None,
   precision: Any = None,
   preferred_element_type: Any = None,
   tiling: Any = None,
@@ -56,6 +58,8 @@ def gmm(
     partial_sum: [m, n], added in float32 before the output is rounded; uncovered rows
       return it.
     existing_out: [m, n], returned in uncovered rows, which are zero without it.
+    ranges: ranges of operands that the caller knows, one scale each, instead of the
+      recipe's own calibration (SPEC QNT-14).
     precision: as in `jax.lax.dot`; None multiplies float32 operands at float32 precision.
     preferred_element_type: result dtype; None for the unquantized dtype of lhs.
     tiling: None, (tile_m, tile_k, tile_n), nine ints, or `gmm.Tiling`.
@@ -77,11 +81,12 @@ def gmm(
     transpose_rhs=transpose_rhs,
     partial_sum=partial_sum,
     existing_out=existing_out,
+    ranges=ranges,
     precision=precision,
     preferred_element_type=preferred_element_type,
     tiling=tiling,
   )
-  x, weights, sizes, offset, _ = operands
+  x, weights, sizes, offset, _, _ = operands
   _calibrate.observe(x, weights, sizes, offset)
   out: jax.Array = _vjp.gmm(plan, *operands)
   if existing_out is None:
@@ -102,7 +107,7 @@ def which_backend(lhs: OperandLike, rhs: OperandLike, group_sizes: Any, **argume
   Raises:
     ValueError, TypeError, Unsupported: as `gmm` and its gradient would.
   """
-  plan, (lhs, rhs, sizes, offset, partial_sum), _ = _prepare(lhs, rhs, group_sizes, **arguments)
+  plan, (lhs, rhs, sizes, offset, partial_sum, ranges), _ = _prepare(lhs, rhs, group_sizes, **arguments)
   chosen: dict[Pass, str] = {}
 
   def noting(backend: Backend) -> Backend:
@@ -118,7 +123,7 @@ def which_backend(lhs: OperandLike, rhs: OperandLike, group_sizes: Any, **argume
   plan = dataclasses.replace(plan, candidates=noted)
 
   def both_ways(lhs: Operand, rhs: Operand) -> Any:
-    out, pullback = jax.vjp(lambda a, b: _vjp.gmm(plan, a, b, sizes, offset, partial_sum), lhs, rhs)
+    out, pullback = jax.vjp(lambda a, b: _vjp.gmm(plan, a, b, sizes, offset, partial_sum, ranges), lhs, rhs)
     return pullback(out)
 
   jax.eval_shape(both_ways, lhs, rhs)
@@ -136,12 +141,13 @@ def _prepare(
   transpose_rhs: bool = False,
   partial_sum: Any = None,
   existing_out: Any = None,
+  ranges: Any = None,
   precision: Any = None,
   preferred_element_type: Any = None,
   tiling: Any = None,
 ) -> tuple[_vjp.Plan, tuple[Any, ...], jax.Array | None]:
-  """Checks the arguments of `gmm`; returns the plan, (lhs, rhs, sizes, offset, partial_sum), existing_out."""
-  rule = _recipe(recipe)
+  """Checks the arguments of `gmm`; returns the plan, (lhs, rhs, sizes, offset, partial_sum, ranges), existing_out."""
+  rule, ranges = with_ranges(_recipe(recipe), ranges)
   lhs = _validate.operand(lhs, "lhs", 2)
   rhs = _validate.operand(rhs, "rhs", 3)
   _validate.scales_fit_gmm(lhs, rhs, transpose_rhs)
@@ -153,6 +159,7 @@ def _prepare(
       f"{rhs.shape[contracting]}; they must be equal (transpose_rhs={transpose_rhs})."
     )
   g, n = rhs.shape[0], rhs.shape[output]
+  rule.check_blocks(k, n)
   sizes = _validate.group_sizes(group_sizes, m)
   offset = _validate.group_offset(group_offset, g, sizes.shape[0])
   if partial_sum is not None and existing_out is not None:
@@ -175,7 +182,7 @@ def _prepare(
     precision=_validate.precision(precision),
     tiling=as_tiling(tiling),
   )
-  operands = vary_alike(lhs, rhs, canonical_sizes(sizes, m), offset, partial_sum)
+  operands = vary_alike(lhs, rhs, canonical_sizes(sizes, m), offset, partial_sum, ranges)
   return plan, operands, existing_out
 
 
@@ -219,9 +226,9 @@ def tgmm(
   m = lhs.shape[0]
   if dout.shape[0] != m:
     raise ValueError(f"lhs {tuple(lhs.shape)} and dout {tuple(dout.shape)} must have the same number of rows.")
-  _validate.scales_fit_tgmm(lhs, dout)
   sizes = _validate.group_sizes(group_sizes, m)
   g = _validate.num_groups(num_groups, sizes.shape[0], group_offset is not None)
+  _validate.scales_fit_tgmm(lhs, dout, g)
   offset = _validate.group_offset(group_offset, g, sizes.shape[0])
   _validate.same_mesh_rule(lhs=lhs, dout=dout)
   plan = _vjp.Plan(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from gmm._qarray import Operand, QArray
+from gmm._quantize import GivenScale
 from gmm._recipe import Quant
 
 Pass = Literal["fwd", "dlhs", "drhs"]
@@ -29,6 +30,9 @@ class OperandSpec:
     scale_shape: shape of the scale of a quantized operand, else None.
     scale_dtype: dtype name of that scale, else None.
     quant: the quantization that the backend is asked to do inside, else None.
+    scale_given: whether that quantization comes with its scale (a `GivenScale`).
+    row_block: rows of the blocks that count from each group's first row and have a scale
+      of their own (`QArray.row_block`), else None.
     prescale_shape: shape of the float32 factor that the backend is asked to multiply into
       the operand first, else None.
   """
@@ -38,6 +42,8 @@ class OperandSpec:
   scale_shape: tuple[int, ...] | None = None
   scale_dtype: str | None = None
   quant: Quant | None = None
+  scale_given: bool = False
+  row_block: int | None = None
   prescale_shape: tuple[int, ...] | None = None
 
 
@@ -98,13 +104,14 @@ class Backend:
   group_offset, precision, preferred_element_type, tiling) -> [g, k, n]`, where
 
   - lhs [m, k], rhs [g, k, n] ([g, n, k] with transpose_rhs) and dout [m, n] are arrays or
-    `QArray`s; a bare array of a code dtype is codes with scale one.
+    `QArray`s (those of a tgmm also with `row_block`); a bare array of a code dtype is codes
+    with scale one.
   - group_sizes is int32 [num_global_groups], each >= 0, their sum at most m.
   - group_offset is None (0) or an int32 scalar array: local group j is global group
     group_offset + j; a local group outside the global ones has no rows.
   - lhs_prescale is float32 [1 or g, 1 or k], multiplied into each row by its local group;
     dout_prescale is float32 [1 or m, 1]. The product is formed in float32 and rounded once
-    to the operand's dtype; `*_quant` then quantizes it (SPEC QNT-2).
+    to the operand's dtype; `*_quant`, a `Quant` or `GivenScale`, then quantizes it (SPEC QNT-2).
   - partial_sum is None or float [m, n].
   - preferred_element_type is the result dtype, always given.
   - tiling is None or (tile_m, tile_k, tile_n) of this very call.
@@ -134,7 +141,7 @@ class Backend:
   interpreted: Callable[[], bool] = lambda: False
 
 
-def operand_spec(x: Operand, quant: Quant | None = None, prescale: jax.Array | None = None) -> OperandSpec:
+def operand_spec(x: Operand, quant: Quant | GivenScale | None = None, prescale: jax.Array | None = None) -> OperandSpec:
   """Describes an operand (array or QArray) and what is asked to be done to it."""
   codes = isinstance(x, QArray)
   return OperandSpec(
@@ -142,6 +149,8 @@ def operand_spec(x: Operand, quant: Quant | None = None, prescale: jax.Array | N
     dtype=x.qvalue.dtype.name if codes else x.dtype.name,
     scale_shape=tuple(x.scale.shape) if codes else None,
     scale_dtype=x.scale.dtype.name if codes else None,
-    quant=quant,
+    quant=quant.quant if isinstance(quant, GivenScale) else quant,
+    scale_given=isinstance(quant, GivenScale),
+    row_block=x.row_block if codes else None,
     prescale_shape=None if prescale is None else tuple(prescale.shape),
   )

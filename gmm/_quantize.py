@@ -7,15 +7,18 @@ quantized operands exactly; a kernel that quantizes inside is held to the same c
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gmm._absmax import absmax, magnitude_bits
 from gmm._groups import covered_rows, row_groups
 from gmm._qarray import QArray
 from gmm._recipe import Quant
+from gmm._row_blocks import expand_row_blocks, row_block_absmax
 
 # What the operand is, which decides the axes that share a scale:
 #   "rows"  [m, c] contracted over c: lhs and, in dlhs, dout
@@ -54,7 +57,8 @@ def quantize(
     quant: what to quantize to, or a `GivenScale` to use a scale found before.
     kind: which operand it is: "rows", "cols", "rhs" or "rhs_t".
     starts, ends: int32 [g], row ranges of the local groups; rows of no group and groups
-      of no row reach no scale (SPEC QNT-6). None: everything is used.
+      of no row reach no scale (SPEC QNT-6), and blocks of "cols" count from each group's
+      first row. None: everything is used, and blocks of "cols" count from row 0.
     prescale: float32 factor to multiply in first ("rows": [1 or g, 1 or c], "cols":
       [1 or m, 1]); the product is rounded once to x's dtype.
     scale_axes: mesh axes over which a scale that rows or groups share takes its maximum.
@@ -76,7 +80,12 @@ def quantize(
     x = apply_prescale(x, prescale, kind, starts, ends)
   if given is None:
     given = find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=scale_axes)
-  return QArray(_codes(x, given, quant), given)
+  if kind != "cols" or quant.block is None or starts is None or ends is None:
+    return QArray(_codes(x, given, quant), given)
+  of_rows = expand_row_blocks(given, starts, ends, x.shape[0], quant.block)
+  # Rows of no group take no block's scale, which may be NaN: their code is 0.
+  of_rows = jnp.where(covered_rows(starts, ends, x.shape[0])[:, None], of_rows, jnp.ones((), given.dtype))
+  return QArray(_codes(x, of_rows, quant), given, quant.block)
 
 
 def find_scale(
@@ -87,25 +96,33 @@ def find_scale(
   starts: jax.Array | None = None,
   ends: jax.Array | None = None,
   scale_axes: tuple[str, ...] = (),
+  limit: jax.Array | None = None,
 ) -> jax.Array:
-  """The scale `quantize` uses for x, whose unused rows are zero already (SPEC QNT-2 to QNT-7)."""
+  """The scale `quantize` uses for x, whose unused rows are zero already (SPEC QNT-2 to QNT-7).
+
+  `limit` is a float scalar R known at run time: the scale is that of "fixed,-R,R".
+  """
   dtype = _scale_dtype(x.dtype, quant)
-  if quant.fixed_range is not None:
-    scale = jnp.full((1,) * x.ndim, _scale_of(_number(quant.fixed_range, x.dtype), quant, x.dtype), dtype)
+  if limit is None and quant.fixed_range is not None:
+    limit = _number(quant.fixed_range, x.dtype)
+  if limit is not None:
+    scale = jnp.full((1,) * x.ndim, _scale_of(limit.astype(x.dtype), quant, x.dtype, factor=1.0), dtype)
     if not quant.is_integer:
       return scale  # fp8 codes carry a NaN themselves
     # Integer codes have no NaN: a used one goes into the scale, which all elements share.
     has_nan = jnp.isnan(_shared_absmax(x, kind, starts, ends, scale_axes))
     return jnp.where(has_nan, jnp.nan, scale).astype(dtype)
   if quant.granularity == "tensor":
-    absmax = _shared_absmax(x, kind, starts, ends, scale_axes)
+    found = _shared_absmax(x, kind, starts, ends, scale_axes)
+  elif kind == "cols" and quant.block is not None and starts is not None and ends is not None:
+    found = row_block_absmax(x, starts, ends, quant.block)
   else:
-    absmax = _absmax(x, scale_tiles(x.shape, quant, kind))
+    found = _absmax(x, scale_tiles(x.shape, quant, kind))
     if _groups_share(quant, kind):
-      absmax = _across_groups(absmax, starts, ends)
+      found = _across_groups(found, starts, ends)
     if _groups_share(quant, kind) or kind == "cols":
-      absmax = _across_shards(absmax, scale_axes)
-  return _scale_of(absmax, quant, x.dtype).astype(dtype)
+      found = _across_shards(found, scale_axes)
+  return _scale_of(found, quant, x.dtype).astype(dtype)
 
 
 def scale_tiles(shape: tuple[int, ...], quant: Quant, kind: Kind) -> tuple[int, ...]:
@@ -153,17 +170,23 @@ def in_range(
   starts: jax.Array | None,
   ends: jax.Array | None,
   scale_axes: tuple[str, ...] = (),
+  limit: jax.Array | None = None,
 ) -> jax.Array:
-  """bool, x's shape: whether each element lies in the calibrated range, bounds included (SPEC VJP-7)."""
-  if quant.fixed_range is not None:
-    return ~(jnp.abs(x) > _number(quant.fixed_range, x.dtype))  # a NaN passes its gradient on
+  """bool, x's shape: whether each element lies in the calibrated range, bounds included (SPEC VJP-7).
+
+  `limit` as in `find_scale`.
+  """
+  if limit is None and quant.fixed_range is not None:
+    limit = _number(quant.fixed_range, x.dtype)
+  if limit is not None:
+    return ~(jnp.abs(x) > limit.astype(x.dtype))  # a NaN passes its gradient on
   if quant.granularity == "tensor":
-    absmax = _shared_absmax(_used_only(x, kind, starts, ends), kind, starts, ends, scale_axes)
+    found = _shared_absmax(_used_only(x, kind, starts, ends), kind, starts, ends, scale_axes)
   else:
-    absmax = _absmax(_used_only(x, kind, starts, ends), scale_tiles(x.shape, quant, kind))
+    found = _absmax(_used_only(x, kind, starts, ends), scale_tiles(x.shape, quant, kind))
     if _groups_share(quant, kind):
-      absmax = _across_shards(_across_groups(absmax, starts, ends), scale_axes)
-  bound = _round(absmax.astype(_wide(x.dtype)) * _number(quant.absmax_factor, x.dtype).astype(_wide(x.dtype)), x.dtype)
+      found = _across_shards(_across_groups(found, starts, ends), scale_axes)
+  bound = _round(found.astype(_wide(x.dtype)) * _number(quant.absmax_factor, x.dtype).astype(_wide(x.dtype)), x.dtype)
   bound = bound.astype(x.dtype)
   for axis, (have, want) in enumerate(zip(bound.shape, x.shape, strict=True)):
     if have not in (1, want):
@@ -208,55 +231,80 @@ def _absmax(x: jax.Array, tiles: tuple[int, ...]) -> jax.Array:
   # 1. Each axis is split in (number of tiles, tile): the tile axes are the odd ones.
   counts = [size // tile if tile else 1 for size, tile in zip(x.shape, tiles, strict=True)]
   split = [d for pair in zip(counts, tiles, strict=True) for d in pair]
-  # 2. 0 is the maximum of nothing.
-  return jnp.max(jnp.abs(x.reshape(split)), axis=tuple(range(1, len(split), 2)), initial=0)
+  return absmax(x.reshape(split), tuple(range(1, len(split), 2)))
 
 
 def _groups_share(quant: Quant, kind: Kind) -> bool:
   return kind in ("rhs", "rhs_t") and quant.granularity == "channel"
 
 
-def _across_groups(absmax: jax.Array, starts: jax.Array | None, ends: jax.Array | None) -> jax.Array:
-  """Maximum over the groups that have rows; absmax is [g, ...] and keeps its rank."""
+def _across_groups(found: jax.Array, starts: jax.Array | None, ends: jax.Array | None) -> jax.Array:
+  """Maximum over the groups that have rows; `found` is an absmax [g, ...] and keeps its rank."""
   if starts is not None and ends is not None:
-    used = (ends > starts).reshape((-1,) + (1,) * (absmax.ndim - 1))
-    absmax = jnp.where(used, absmax, jnp.zeros((), absmax.dtype))
-  return jnp.max(absmax, axis=0, keepdims=True, initial=0)
+    used = (ends > starts).reshape((-1,) + (1,) * (found.ndim - 1))
+    found = jnp.where(used, found, jnp.zeros((), found.dtype))
+  return absmax(found, 0, keepdims=True)
 
 
 def _shared_absmax(
   x: jax.Array, kind: Kind, starts: jax.Array | None, ends: jax.Array | None, axes: tuple[str, ...]
 ) -> jax.Array:
   """max |x| of all that is used, shape (1, ..., 1)."""
-  absmax = _absmax(x, (1, *x.shape[1:])) if x.shape[0] else jnp.zeros((0,) + (1,) * (x.ndim - 1), x.dtype)
-  absmax = _across_groups(absmax, starts, ends) if kind in ("rhs", "rhs_t") else _across_groups(absmax, None, None)
-  return _across_shards(absmax, axes)
+  found = _absmax(x, (1, *x.shape[1:])) if x.shape[0] else jnp.zeros((0,) + (1,) * (x.ndim - 1), x.dtype)
+  found = _across_groups(found, starts, ends) if kind in ("rhs", "rhs_t") else _across_groups(found, None, None)
+  return _across_shards(found, axes)
 
 
-def _across_shards(absmax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _across_shards(found: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """Maximum over the mesh axes; `found` is an absmax, so >= 0 or NaN."""
   if not axes:
-    return absmax
-  # As bits: non-negative floats order like their integers, with NaN above Inf, whereas a
-  # float all-reduce may lose a NaN.
-  wide = jnp.where(jnp.isnan(absmax), jnp.nan, absmax.astype(_wide(absmax.dtype)))
-  bits = lax.bitcast_convert_type(wide, jnp.int64 if wide.dtype == jnp.float64 else jnp.int32)
-  return lax.bitcast_convert_type(lax.pmax(bits, axes), wide.dtype).astype(absmax.dtype)
+    return found
+  wide = found.astype(_wide(found.dtype))  # an all-reduce has no 16-bit integers on every platform
+  # As bits, for the reason that `absmax` has.
+  return lax.bitcast_convert_type(lax.pmax(magnitude_bits(wide), axes), wide.dtype).astype(found.dtype)
 
 
-def _scale_of(absmax: jax.Array, quant: Quant, dtype: Any) -> jax.Array:
-  """absmax / qmax in dtype's arithmetic, with the rule for tiny and zero slices (SPEC QNT-2, QNT-4)."""
+def _scale_of(largest: jax.Array, quant: Quant, dtype: Any, factor: float | None = None) -> jax.Array:
+  """largest / qmax in dtype's arithmetic, with the rule for tiny and zero slices (SPEC QNT-2, QNT-4, QNT-13)."""
   # 1. The range, rounded to dtype as qwix does.
   wide = _wide(dtype)
-  absmax = absmax.astype(wide)
-  if quant.absmax_factor != 1.0:
-    absmax = _round(absmax * _number(quant.absmax_factor, dtype).astype(wide), dtype)  # both factors in dtype
-  # 2. A true division, rounded to the scale's dtype.
-  scale = _round(absmax / _number(quant.qmax, wide), _scale_dtype(dtype, quant))
+  largest = largest.astype(wide)
+  factor = quant.absmax_factor if factor is None else factor
+  if factor != 1.0:
+    largest = _round(largest * _number(factor, dtype).astype(wide), dtype)  # both factors in dtype
+  # 2. A true division, rounded to the scale's dtype; or a power of two, exact in any.
+  if quant.rounding == "ocp":
+    scale = _power_below(largest) * jnp.asarray(2.0**-quant.max_exponent, wide)
+  else:
+    scale = _round(largest / _number(quant.qmax, wide), _scale_dtype(dtype, quant))
   # 3. Never so small that a code overflows or a quotient is NaN; NaN stays NaN.
   if quant.tiny_scale == "qwix":
-    return jnp.where(scale < _QWIX_CUTOFF, jnp.ones((), wide), scale)
-  is_zero = absmax < _SMALLEST_SCALE  # subnormal numbers count as zero, as on a TPU
-  return jnp.where(is_zero, jnp.ones((), wide), jnp.maximum(scale, jnp.asarray(_SMALLEST_SCALE, wide)))
+    scale = jnp.where(scale < _QWIX_CUTOFF, jnp.ones((), wide), scale)
+  else:
+    is_zero = largest < _SMALLEST_SCALE  # subnormal numbers count as zero, as on a TPU
+    scale = jnp.where(is_zero, jnp.ones((), wide), jnp.maximum(scale, jnp.asarray(_SMALLEST_SCALE, wide)))
+  return _power_by_log(scale, _scale_dtype(dtype, quant)) if quant.rounding == "qwix" else scale
+
+
+def _power_below(x: jax.Array) -> jax.Array:
+  """2^floor(log2 x) of x >= 0 by its exponent bits; Inf and NaN stay, subnormal numbers give 0."""
+  finfo = jnp.finfo(x.dtype)
+  integer = jnp.int64 if finfo.bits == 64 else jnp.int32
+  exponent = ((1 << finfo.nexp) - 1) << finfo.nmant
+  power = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & jnp.asarray(exponent, integer), x.dtype)
+  return jnp.where(jnp.isnan(x), x, power)
+
+
+def _power_by_log(scale: jax.Array, dtype: Any) -> jax.Array:
+  """2^ceil(log(scale) / log(2)), each step rounded to dtype: qwix's arithmetic, which errs in bfloat16."""
+  log = _round(jnp.log(scale), dtype)
+  exponent = jnp.ceil(_round(log / _number(math.log(2.0), dtype).astype(scale.dtype), dtype))
+  # The power from its bits, exact: 2^exponent in [2^-126, 2^127], Inf above.
+  finfo = jnp.finfo(scale.dtype)
+  integer = jnp.int64 if finfo.bits == 64 else jnp.int32
+  biased = (jnp.clip(jnp.nan_to_num(exponent), finfo.minexp, finfo.maxexp) + (1 - finfo.minexp)).astype(integer)
+  power = lax.bitcast_convert_type(biased << finfo.nmant, scale.dtype)
+  return jnp.where(jnp.isnan(exponent), exponent, power)
 
 
 def _codes(x: jax.Array, scale: jax.Array, quant: Quant) -> jax.Array:

@@ -14,6 +14,7 @@ QMAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.5, "int4": 7
 
 Granularity = Literal["tensor", "channel", "channel_per_group"] | int | tuple[int, int]
 TinyScale = Literal["clamp", "qwix"]
+Rounding = Literal["ocp", "qwix"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,18 @@ class Quant:
     granularity: what shares a scale. "tensor": everything. "channel": one scale per
       row of lhs and dout (per column in `tgmm`), one per output column of rhs shared
       over groups. "channel_per_group": as "channel", but rhs has one per group and
-      column. An int: blocks of that size along the contracting dimension. A pair:
-      2-D blocks of rhs, (contracting, output).
+      column. An int: blocks of that size along the contracting dimension, whichever the
+      pass contracts; along rows they count from each group's first row. A pair: 2-D
+      blocks of rhs, (contracting, output) of the forward pass.
     calibration: "absmax", "absmax,F" (absmax times F) or "fixed,-R,R" (one scale R/qmax
       for the whole tensor, whatever the granularity).
     scale_dtype: None for the operand's own dtype (qwix's choice), or "float32" to keep
       the scale of a bfloat16 operand unrounded.
     tiny_scale: "clamp" keeps scales at or above 2^-126; "qwix" replaces a scale below
       2^-63 by 1, which flushes the slice to zero, for the same bits as qwix.
+    rounding: None for a scale of absmax/qmax; "ocp" for a power of two as the OCP MX
+      specification has it, 2^(floor(log2 absmax) - emax); "qwix" for one as qwix's mxfp8
+      has it, 2^ceil(log2(absmax/qmax)) in the scale's own arithmetic (SPEC QNT-13).
     clip_gradient: zero the gradient of elements outside the calibrated range (bounds
       inclusive) instead of passing it straight through.
   """
@@ -42,6 +47,7 @@ class Quant:
   calibration: str = "absmax"
   scale_dtype: str | None = None
   tiny_scale: TinyScale = "clamp"
+  rounding: Rounding | None = None
   clip_gradient: bool = False
 
   def __post_init__(self):
@@ -61,10 +67,17 @@ class Quant:
       object.__setattr__(self, "scale_dtype", "float32")
     if self.tiny_scale not in ("clamp", "qwix"):
       raise ValueError(f"tiny_scale must be 'clamp' or 'qwix', got {self.tiny_scale!r}.")
+    if self.rounding not in (None, "ocp", "qwix"):
+      raise ValueError(f"rounding must be None, 'ocp' or 'qwix', got {self.rounding!r}.")
 
   @property
   def qmax(self) -> float:
     return QMAX[self.qtype]
+
+  @property
+  def max_exponent(self) -> int:
+    """Exponent of the largest power of two that is a code (the OCP MX specification's emax)."""
+    return {"float8_e4m3fn": 8, "float8_e5m2": 15, "int8": 6, "int4": 2}[self.qtype]
 
   @property
   def is_integer(self) -> bool:
@@ -87,13 +100,24 @@ class Quant:
     """Whether one scale serves the whole tensor (a fixed range always has one)."""
     return self.fixed_range is not None or self.granularity == "tensor"
 
+  @property
+  def block(self) -> int | None:
+    """Size of blocks along the contracting dimension, None for another granularity (and 2-D blocks)."""
+    return None if self.one_scale or isinstance(self.granularity, str | tuple) else self.granularity
+
+  @property
+  def blocks_2d(self) -> tuple[int, int] | None:
+    """(contracting, output) size of 2-D blocks, None for another granularity."""
+    return self.granularity if isinstance(self.granularity, tuple) and not self.one_scale else None
+
 
 def _check_granularity(granularity: Any) -> None:
   if granularity in ("tensor", "channel", "channel_per_group"):
     return
   sizes = granularity if isinstance(granularity, tuple) else (granularity,)
   is_blocks = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
-  if isinstance(granularity, str) or not is_blocks or len(sizes) > 2:
+  counts = (2,) if isinstance(granularity, tuple) else (1,)
+  if isinstance(granularity, str) or not is_blocks or len(sizes) not in counts:
     raise ValueError(
       f"granularity must be 'tensor', 'channel', 'channel_per_group', a positive block size along "
       f"the contracting dimension, or a pair of block sizes for rhs; got {granularity!r}."
@@ -170,6 +194,27 @@ class Recipe:
   def is_quantized(self) -> bool:
     return any(q is not None for q in (self.lhs, self.rhs, self.dout))
 
+  def check_blocks(self, k: int, n: int) -> None:
+    """Raises ValueError where a block size of lhs or rhs does not divide k or n (SPEC QNT-3)."""
+    for name, quant in (("lhs", self.lhs), ("rhs", self.rhs)):
+      if quant is not None:
+        along_k, along_n = quant.blocks_2d or (quant.block, None)
+        self._check_block(name, along_k, "k", k)
+        self._check_block(name, along_n, "n", n)
+
+  def check_gradient_blocks(self, n: int) -> None:
+    """Raises ValueError where a block size of dlhs, which contracts n, does not divide it (SPEC QNT-3)."""
+    for name, quant in (("rhs", self.rhs), ("dout", self.dout)):
+      if quant is not None:
+        self._check_block(name, quant.block, "n", n)
+
+  def _check_block(self, name: str, block: int | None, dimension: str, size: int) -> None:
+    if block is not None and size % block:
+      raise ValueError(
+        f"Recipe {self.name!r} quantizes {name} in blocks of {block} along {dimension} = {size}, which they do not "
+        f"divide. Pad {dimension} with zeros to a multiple of {block}, or give a Recipe with blocks that divide it."
+      )
+
   @staticmethod
   def from_qwix(rule: Any, *, tiny_scale: TinyScale = "clamp") -> Recipe:
     """Returns the recipe that a qwix rule describes, or raises on a field not honoured (SPEC QNT-11)."""
@@ -195,6 +240,8 @@ def _named() -> dict[str, Recipe]:
   fixed = Quant(qtype="float8_e4m3fn", granularity="tensor", calibration="fixed,-224,224")
   tensor = Quant(qtype="float8_e4m3fn", granularity="tensor")
   int8 = Quant(qtype="int8")
+  row_128, square_128 = (Quant(qtype="float8_e4m3fn", granularity=b) for b in (128, (128, 128)))
+  mx = Quant(qtype="float8_e4m3fn", granularity=32, rounding="ocp")
   return {
     "bf16": Recipe(),
     "fp8_dynamic": Recipe(lhs=e4m3, rhs=e4m3, dout=e5m2),
@@ -202,6 +249,9 @@ def _named() -> dict[str, Recipe]:
     "fp8_calibrated": Recipe(lhs=tensor, rhs=tensor, dout=e5m2),
     "int8_dynamic": Recipe(lhs=int8, rhs=int8),
     "int8_weight_only": Recipe(rhs=int8),
+    "int4_weight_only": Recipe(rhs=Quant(qtype="int4")),
+    "fp8_block": Recipe(lhs=row_128, rhs=square_128, dout=row_128),
+    "mxfp8": Recipe(lhs=mx, rhs=mx, dout=mx),
   }
 
 

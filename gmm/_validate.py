@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gmm._qarray import CODE_DTYPES, Operand, QArray, is_code_dtype
+from gmm._row_blocks import num_row_blocks
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -65,6 +66,9 @@ def _qarray(x: Any, name: str, ndim: int) -> QArray:
     raise TypeError(f"{name}.scale has dtype {scale.dtype}; needed: one of {', '.join(_FLOATS)}.")
   if qvalue.ndim != ndim:
     raise ValueError(f"{name}.qvalue has shape {qvalue.shape}; it needs {ndim} dimensions, {_LAYOUT[name]}.")
+  row_block = getattr(x, "row_block", None)
+  if row_block is not None and scale.ndim == ndim == 2:
+    return QArray(qvalue, scale, row_block)  # how many blocks there are depends on the groups: checked by tgmm
   fits = scale.ndim == ndim and all(
     s == 1 or (s > 0 and q % s == 0) for q, s in zip(qvalue.shape, scale.shape, strict=True)
   )
@@ -185,6 +189,11 @@ def result_like(x: Any, name: str, shape: tuple[int, int]) -> jax.Array | None:
 
 def scales_fit_gmm(lhs: Operand, rhs: Operand, transpose_rhs: bool) -> None:
   """Checks which axes of each operand of gmm may have a scale of their own (SPEC QNT-3)."""
+  if isinstance(lhs, QArray) and lhs.row_block is not None:
+    raise ValueError(
+      f"lhs has scales of blocks of {lhs.row_block} rows (row_block), which are for tgmm, where rows are contracted. "
+      f'Quantize it with kind="rows".'
+    )
   if isinstance(lhs, QArray) and lhs.scale.shape[0] not in (1, lhs.shape[0]):
     raise ValueError(
       f"lhs.scale has shape {lhs.scale.shape}; its first dimension must be 1 (shared) or m = {lhs.shape[0]}."
@@ -196,10 +205,17 @@ def scales_fit_gmm(lhs: Operand, rhs: Operand, transpose_rhs: bool) -> None:
     )
 
 
-def scales_fit_tgmm(lhs: Operand, dout: Operand) -> None:
-  """Checks that operands of tgmm have no scale along the rows, which are contracted (SPEC QNT-3)."""
+def scales_fit_tgmm(lhs: Operand, dout: Operand, num_groups: int) -> None:
+  """Checks that scales of tgmm do not vary along the rows, which are contracted, but by row block (SPEC QNT-3)."""
   for name, x in (("lhs", lhs), ("dout", dout)):
-    if isinstance(x, QArray) and (x.scale.shape[0] != 1 or x.scale.shape[1] not in (1, x.shape[1])):
+    if isinstance(x, QArray) and x.row_block is not None:
+      blocks = num_row_blocks(x.shape[0], num_groups, x.row_block)
+      if x.scale.shape != (blocks, x.shape[1]):
+        raise ValueError(
+          f"{name}.scale has shape {x.scale.shape}; with blocks of {x.row_block} rows in {num_groups} groups it needs "
+          f"({blocks}, {x.shape[1]})."
+        )
+    elif isinstance(x, QArray) and (x.scale.shape[0] != 1 or x.scale.shape[1] not in (1, x.shape[1])):
       raise ValueError(
         f"{name}.scale has shape {x.scale.shape}; tgmm contracts over rows, so it needs (1, 1) or (1, {x.shape[1]}). "
         f"Multiply a scale per row into the other operand."

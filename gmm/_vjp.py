@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from gmm._absmax import absmax
 from gmm._call import Call, Candidates, Todo, call_gmm, call_tgmm, compiled
-from gmm._groups import local_ranges
+from gmm._groups import covered_rows, local_ranges
 from gmm._protocol import Pass, Unsupported
 from gmm._qarray import Operand, QArray
-from gmm._quantize import in_range, quantize
+from gmm._quantize import GivenScale, find_scale, in_range, quantize
+from gmm._ranges import Ranges
 from gmm._recipe import Quant, Recipe
 from gmm._tiling import Tiling
 
@@ -83,14 +85,15 @@ def gmm(
   sizes: jax.Array,
   offset: jax.Array | None,
   partial_sum: jax.Array | None,
+  ranges: Ranges | None,
 ) -> jax.Array:
   """out[i] = lhs[i] @ rhs[group of i] (+ partial_sum), [m, n]; undifferentiated."""
   quant = plan.recipe.lhs
   fusable = quant is not None and not isinstance(lhs, QArray) and not _needs_collective(plan.recipe, quant)
-  if not fusable:
-    lhs = _quantize_lhs(plan, lhs, sizes, offset)
-  rhs = _quantize_rhs(plan, rhs, sizes, offset)
-  todo = Todo(quant if fusable else None)
+  if not fusable or ranges is not None:
+    lhs = _quantize_lhs(plan, lhs, sizes, offset, ranges)
+  rhs = _quantize_rhs(plan, rhs, sizes, offset, ranges)
+  todo = Todo(quant if fusable and not isinstance(lhs, QArray) else None)
   return call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=todo, partial_sum=partial_sum)
 
 
@@ -99,20 +102,28 @@ def _own(plan: Plan) -> Call:
 
 
 @compiled
-def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum):
+def _gmm_fwd(plan, lhs, rhs, sizes, offset, partial_sum, ranges):
   if not plan.multiplies_codes:
     # Through the op itself, so that a second derivative finds its rule.
-    return gmm(plan, lhs, rhs, sizes, offset, partial_sum), (*_named(lhs, rhs), None, None, sizes, offset)
+    out = gmm(plan, lhs, rhs, sizes, offset, partial_sum, None)
+    return out, (*_named(lhs, rhs), None, None, sizes, offset, None)
+  n = rhs.shape[1 if plan.transpose_rhs else 2]
+  if not plan.lhs_is_codes:
+    plan.recipe.check_gradient_blocks(n)
   lhs, rhs, partial_sum = _first_order_only((lhs, rhs, partial_sum))
-  # 1. Quantize. The residuals are the codes (1 byte an element) wherever the gradients reuse them.
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
-  axes = plan.recipe.scale_axes
-  keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends, axes)
-  keep_rhs = _clip_mask(plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", starts, ends, axes)
-  lhs, rhs = _named(_quantize_lhs(plan, lhs, sizes, offset), _quantize_rhs(plan, rhs, sizes, offset))
+  axes, limits = plan.recipe.scale_axes, ranges or Ranges()
+  keep_lhs = _clip_mask(plan.recipe.lhs, lhs, "rows", starts, ends, axes, limits.lhs)
+  keep_rhs = _clip_mask(plan.recipe.rhs, rhs, _rhs_kind(plan), starts, ends, axes, limits.rhs)
+  # 1. Quantize. The residuals are the codes (1 byte an element) wherever the gradients reuse
+  #    them, and the operand as given where they quantize it anew.
+  codes = _quantize_lhs(plan, lhs, sizes, offset, ranges), _quantize_rhs(plan, rhs, sizes, offset, ranges)
+  kept_lhs = lhs if _is_requantized(plan.recipe.lhs) else codes[0]
+  kept_rhs = rhs if _is_requantized(plan.recipe.rhs) else codes[1]
+  kept = _named(kept_lhs, kept_rhs)
   # 2. Multiply.
-  out = call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=Todo(), partial_sum=partial_sum)
-  return out, (lhs, rhs, keep_lhs, keep_rhs, sizes, offset)
+  out = call_gmm(_own(plan), *codes, sizes, offset, lhs_todo=Todo(), partial_sum=partial_sum)
+  return out, (*kept, keep_lhs, keep_rhs, sizes, offset, ranges)
 
 
 def _named(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
@@ -122,21 +133,28 @@ def _named(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
 
 @compiled
 def _gmm_bwd(plan, residuals, dout):
-  lhs, rhs, keep_lhs, keep_rhs, sizes, offset = residuals
+  lhs, rhs, keep_lhs, keep_rhs, sizes, offset, ranges = residuals
   dlhs = drhs = None  # of an operand that came quantized
   if not plan.lhs_is_codes:
-    dlhs = _masked(keep_lhs, _dlhs(plan, dout, rhs, sizes, offset))
+    dlhs = _masked(keep_lhs, _dlhs(plan, dout, rhs, sizes, offset, ranges))
   if not plan.rhs_is_codes:
-    drhs = _drhs(plan, lhs, dout, sizes, offset)
+    drhs = _drhs(plan, lhs, dout, sizes, offset, ranges)
     drhs = _masked(keep_rhs, drhs.swapaxes(1, 2) if plan.transpose_rhs else drhs)
   dpartial = None if plan.partial_dtype is None else dout.astype(plan.partial_dtype)
-  return dlhs, drhs, None, None, dpartial
+  return dlhs, drhs, None, None, dpartial, None
 
 
 gmm.defvjp(_gmm_fwd, _gmm_bwd)
 
 
-def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+def _dlhs(
+  plan: Plan,
+  dout: jax.Array,
+  rhs: Operand,
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  ranges: Ranges | None,
+) -> jax.Array:
   """dout against the weights' other axis, [m, k] (SPEC VJP-2)."""
   if not plan.multiplies_codes:
     other = dataclasses.replace(
@@ -148,17 +166,29 @@ def _dlhs(plan: Plan, dout: jax.Array, rhs: Operand, sizes: jax.Array, offset: j
       partial_dtype=None,
       tiling=Tiling(fwd=plan.tiling.dlhs),
     )
-    return gmm(other, dout, rhs, sizes, offset, None)
+    return gmm(other, dout, rhs, sizes, offset, None, None)
   codes, prescale = rhs, None
-  if isinstance(rhs, QArray):
+  if isinstance(rhs, QArray) and not _keeps_its_scale(plan, rhs):
     # The forward scale of each output column now stands on the contracting axis: it moves into dout.
-    codes, prescale = rhs.qvalue, _output_scale(rhs, plan.transpose_rhs)
-  operand, todo = _dout_todo(plan, dout, prescale, "rows", sizes, offset)
+    scale = rhs.scale.swapaxes(1, 2) if plan.transpose_rhs else rhs.scale
+    codes, prescale = rhs.qvalue, scale[:, 0, :].astype(jnp.float32)
+  elif plan.recipe.rhs is not None and not isinstance(rhs, QArray):
+    # Quantized anew, in blocks along n, which is contracted now.
+    starts, ends = local_ranges(sizes, offset, plan.num_groups)
+    codes = quantize(rhs, plan.recipe.rhs, "rhs" if plan.transpose_rhs else "rhs_t", starts=starts, ends=ends)
+  operand, todo = _dout_todo(plan, dout, prescale, "rows", sizes, offset, ranges)
   call = plan.call("dlhs", plan.lhs_dtype, not plan.transpose_rhs)
   return call_gmm(call, operand, codes, sizes, offset, lhs_todo=todo)
 
 
-def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
+def _drhs(
+  plan: Plan,
+  lhs: Operand,
+  dout: jax.Array,
+  sizes: jax.Array,
+  offset: jax.Array | None,
+  ranges: Ranges | None,
+) -> jax.Array:
   """lhs^T @ dout per group, [g, k, n] (SPEC VJP-2)."""
   if not plan.multiplies_codes:
     other = dataclasses.replace(
@@ -171,18 +201,17 @@ def _drhs(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: j
       tiling=Tiling(fwd=plan.tiling.drhs),
     )
     return tgmm(other, lhs, dout, sizes, offset)
-  quant = plan.recipe.dout
-  if quant is not None and not quant.one_scale and not isinstance(quant.granularity, str):
-    raise Unsupported(_NO_ROW_BLOCKS.format(quant.granularity))
-  codes, prescale = lhs, None
-  if isinstance(lhs, QArray):
+  codes, prescale, lhs_todo = lhs, None, Todo()
+  if isinstance(lhs, QArray) and lhs.row_block is None:
     # The forward scale of each row stands on the contracting axis: it moves into dout.
     if lhs.scale.shape[1] != 1:
       raise Unsupported(_no_block_gradient("lhs", lhs))
     codes, prescale = lhs.qvalue, lhs.scale.astype(jnp.float32)
-  operand, todo = _dout_todo(plan, dout, prescale, "cols", sizes, offset)
-  call = plan.call("drhs", plan.rhs_dtype)
-  return call_tgmm(call, codes, operand, sizes, offset, num_groups=plan.num_groups, dout_todo=todo)
+  elif plan.recipe.lhs is not None and not isinstance(lhs, QArray):
+    lhs_todo = Todo(plan.recipe.lhs)  # anew, in blocks of rows, which are contracted now
+  operand, dout_todo = _dout_todo(plan, dout, prescale, "cols", sizes, offset, ranges)
+  call, g = plan.call("drhs", plan.rhs_dtype), plan.num_groups
+  return call_tgmm(call, codes, operand, sizes, offset, num_groups=g, lhs_todo=lhs_todo, dout_todo=dout_todo)
 
 
 # ---- tgmm ------------------------------------------------------------------------------
@@ -216,8 +245,8 @@ def _tgmm_bwd(plan, residuals, ct):
   to_dout = dataclasses.replace(
     plan, pass_="fwd", lhs_dtype=plan.lhs_dtype, rhs_dtype=plan.out_dtype, out_dtype=plan.rhs_dtype, tiling=Tiling()
   )
-  dlhs = None if isinstance(lhs, QArray) else gmm(to_lhs, _plain(dout), ct, sizes, offset, None)
-  ddout = None if isinstance(dout, QArray) else gmm(to_dout, _plain(lhs), ct, sizes, offset, None)
+  dlhs = None if isinstance(lhs, QArray) else gmm(to_lhs, _plain(dout), ct, sizes, offset, None, None)
+  ddout = None if isinstance(dout, QArray) else gmm(to_dout, _plain(lhs), ct, sizes, offset, None, None)
   return dlhs, ddout, None, None
 
 
@@ -233,7 +262,9 @@ def tgmm_plan(plan: Plan) -> Plan:
 @compiled
 def tgmm_quantized(plan: Plan, lhs: Operand, dout: jax.Array, sizes: jax.Array, offset: jax.Array | None) -> jax.Array:
   """drhs of a quantized gmm, [g, k, n]: lhs quantized as forward, dout as backward."""
-  return _drhs(plan, _quantize_lhs(plan, lhs, sizes, offset), dout, sizes, offset)
+  if not _is_requantized(plan.recipe.lhs):
+    lhs = _quantize_lhs(plan, lhs, sizes, offset, None)
+  return _drhs(plan, lhs, dout, sizes, offset, None)
 
 
 def _refuse_gradient(plan, *operands):
@@ -250,20 +281,35 @@ tgmm_quantized.defvjp(_refuse_gradient, lambda plan, residuals, ct: ())
 # ---- the steps -------------------------------------------------------------------------
 
 
-def _quantize_lhs(plan: Plan, lhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> Operand:
-  return _quantized(plan, plan.recipe.lhs, lhs, "rows", sizes, offset)
+def _quantize_lhs(plan: Plan, lhs: Operand, sizes, offset, ranges: Ranges | None) -> Operand:
+  return _quantized(plan, plan.recipe.lhs, lhs, "rows", sizes, offset, ranges and ranges.lhs)
 
 
-def _quantize_rhs(plan: Plan, rhs: Operand, sizes: jax.Array, offset: jax.Array | None) -> Operand:
-  return _quantized(plan, plan.recipe.rhs, rhs, "rhs_t" if plan.transpose_rhs else "rhs", sizes, offset)
+def _quantize_rhs(plan: Plan, rhs: Operand, sizes, offset, ranges: Ranges | None) -> Operand:
+  return _quantized(plan, plan.recipe.rhs, rhs, _rhs_kind(plan), sizes, offset, ranges and ranges.rhs)
 
 
-def _quantized(plan: Plan, quant: Quant | None, x: Operand, kind, sizes, offset) -> Operand:
-  """x by the recipe; an operand that comes quantized stays as it is."""
+def _rhs_kind(plan: Plan) -> Literal["rhs", "rhs_t"]:
+  return "rhs_t" if plan.transpose_rhs else "rhs"
+
+
+def _quantized(plan: Plan, quant: Quant | None, x: Operand, kind, sizes, offset, limit: jax.Array | None) -> Operand:
+  """x by the recipe, and the range R if the caller gave one; an operand that comes quantized stays as it is."""
   if quant is None or isinstance(x, QArray):
     return x
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
-  return quantize(x, quant, kind, starts=starts, ends=ends, scale_axes=plan.recipe.scale_axes)
+  axes = plan.recipe.scale_axes
+  known = (
+    quant
+    if limit is None
+    else GivenScale(quant, find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=axes, limit=limit))
+  )
+  return quantize(x, known, kind, starts=starts, ends=ends, scale_axes=axes)
+
+
+def _is_requantized(quant: Quant | None) -> bool:
+  """Whether a gradient quantizes this operand anew: its forward blocks lie along what is no longer contracted."""
+  return quant is not None and quant.block is not None
 
 
 def _needs_collective(recipe: Recipe, quant: Quant) -> bool:
@@ -271,31 +317,48 @@ def _needs_collective(recipe: Recipe, quant: Quant) -> bool:
   return recipe.scale_scope == "global" and quant.one_scale
 
 
-def _dout_todo(plan: Plan, dout, prescale, kind: Literal["rows", "cols"], sizes, offset) -> tuple[Operand, Todo]:
-  """What is left for the backend to do to dout; a scale over the mesh is found here."""
-  quant = plan.recipe.dout
-  if quant is None or plan.recipe.scale_scope == "local":
+def _dout_todo(
+  plan: Plan, dout, prescale, kind: Literal["rows", "cols"], sizes, offset, ranges: Ranges | None
+) -> tuple[Operand, Todo]:
+  """What is left for the backend to do to dout; a scale over the mesh or of a given range is found here."""
+  quant, limit = plan.recipe.dout, ranges and ranges.dout
+  if quant is None or (plan.recipe.scale_scope == "local" and limit is None):
     return dout, Todo(quant, prescale)
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
-  axes = plan.recipe.scale_axes
-  return quantize(dout, quant, kind, starts=starts, ends=ends, prescale=prescale, scale_axes=axes), Todo()
+  options = {"starts": starts, "ends": ends, "scale_axes": plan.recipe.scale_axes}
+  if limit is None:
+    return quantize(dout, quant, kind, **options, prescale=prescale), Todo()
+  # The range is that of dout as it comes; what is multiplied into it widens it as much.
+  factor = 1.0 if prescale is None else _largest(prescale, kind, starts, ends, dout.shape[0])
+  return dout, Todo(GivenScale(quant, find_scale(dout, quant, kind, **options, limit=limit * factor)), prescale)
 
 
-def _output_scale(rhs: QArray, transpose_rhs: bool) -> jax.Array:
-  """The weights' scale by group and output column, float32 [1 or g, 1 or n]."""
-  scale = rhs.scale.swapaxes(1, 2) if transpose_rhs else rhs.scale
-  n = rhs.shape[1 if transpose_rhs else 2]
-  if scale.shape[1] != 1 or scale.shape[2] not in (1, n) or scale.shape[0] not in (1, rhs.shape[0]):
+def _largest(prescale: jax.Array, kind: Literal["rows", "cols"], starts, ends, m: int) -> jax.Array:
+  """The largest factor that a used row of dout is multiplied with."""
+  if prescale.shape[0] == 1:
+    return absmax(prescale)
+  used = ends > starts if kind == "rows" else covered_rows(starts, ends, m)
+  return absmax(jnp.where(used[:, None], prescale, 0.0))
+
+
+def _keeps_its_scale(plan: Plan, rhs: QArray) -> bool:
+  """Whether the scale of rhs stays with its codes in dlhs, a factor of the partial sums or of the result."""
+  if not plan.rhs_is_codes:
+    return plan.recipe.rhs is not None and plan.recipe.rhs.blocks_2d is not None
+  # A QArray of the caller's: only its shape tells.
+  along_k, along_n = rhs.scale.shape[1:][:: -1 if plan.transpose_rhs else 1]
+  n = rhs.shape[1 if plan.transpose_rhs else 2]
+  if along_k > 1 and along_n == n > 1:
     raise Unsupported(_no_block_gradient("rhs", rhs))
-  return scale[:, 0, :].astype(jnp.float32)
+  return along_k > 1 or along_n not in (1, n)
 
 
-def _clip_mask(quant: Quant | None, x: Operand, kind, starts, ends, axes) -> jax.Array | None:
+def _clip_mask(quant: Quant | None, x: Operand, kind, starts, ends, axes, limit: jax.Array | None) -> jax.Array | None:
   if quant is None or not quant.clip_gradient or isinstance(x, QArray):
     return None
-  if quant.fixed_range is None and quant.absmax_factor >= 1:
+  if limit is None and quant.fixed_range is None and quant.absmax_factor >= 1:
     return None  # everything lies in the range
-  return in_range(x, quant, kind, starts, ends, axes)
+  return in_range(x, quant, kind, starts, ends, axes, limit)
 
 
 def _masked(keep: jax.Array | None, gradient: jax.Array) -> jax.Array:
@@ -310,16 +373,11 @@ def _plain(x: Operand) -> jax.Array:
 
 def _no_block_gradient(name: str, x: QArray) -> str:
   return (
-    f"The gradient with a scale that varies along the contracting axis of {name} (scale {x.scale.shape} of codes "
-    f"{x.shape}) is not defined yet. Use granularity 'tensor', 'channel' or 'channel_per_group'."
+    f"{name} came as codes {x.shape} with a scale {x.scale.shape} that varies along the contracting axis: the gradient "
+    f"needs it in blocks along another axis, which codes cannot give. Pass {name} unquantized, with a recipe that has "
+    f"these blocks."
   )
 
-
-# Blocks of rows from row 0 would straddle groups.
-_NO_ROW_BLOCKS = (
-  "The gradient for rhs with dout quantized in blocks of {!r} rows is not defined yet. Use granularity 'tensor' or "
-  "'channel' for dout."
-)
 
 _SECOND_ORDER = (
   "Second-order and forward-mode derivatives of a quantized grouped matmul are not defined: "

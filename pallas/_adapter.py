@@ -118,7 +118,7 @@ def _supports(kernel: Kernel, interpret: bool | None, problem: Problem) -> str |
       return f"{name} is float64, and the kernel multiplies float32 at most. {use}"
     if operand.scale_shape is not None:
       blocks = [s not in (1, d) for s, d in zip(operand.scale_shape, operand.shape, strict=True)]
-      if operand.scale_shape[contracted] != 1 or any(blocks):
+      if operand.row_block is not None or operand.scale_shape[contracted] != 1 or any(blocks):
         return (
           f"{name} has a scale {operand.scale_shape} in blocks or along the contracting axis, and scales are "
           f"multiplied into the result here: one per row or output column is needed. {use}"

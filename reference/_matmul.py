@@ -12,10 +12,12 @@ from gmm._groups import covered_rows, local_ranges
 from gmm._manual_axes import vary_alike
 from gmm._qarray import Operand, QArray, expand_scale
 from gmm._quantize import apply_prescale, quantize
+from gmm.reference._block_sums import block_sums
 from gmm.reference._dots import acc_dtype, dot, product_dtype
 from gmm.reference._loops import gmm_ranges, tgmm_ranges
 from gmm.reference._scales import (
   common_blocks,
+  has_row_blocks,
   scale_columns,
   scale_groups,
   scale_rows,
@@ -61,6 +63,8 @@ def gmm(
     w_scale = w_scale.swapaxes(1, 2)  # from here on [., k or blocks, n or blocks]
   (m, k), n = x.shape, w.shape[1 if transpose_rhs else 2]
 
+  if not k:  # sums of nothing, which scales of no block leave alone
+    x_scale = w_scale = None
   # 1. Multiply. Scales along k go into the partial sum of their block.
   blocks = common_blocks(k, x_scale, w_scale)
   if blocks == 1:
@@ -116,16 +120,19 @@ def tgmm(
   dout = _quantized(dout, dout_quant, dout_prescale, "cols", starts, ends)
   lhs, dout, starts, ends = vary_alike(lhs, dout, starts, ends)
   wide = wide_dtype(lhs.dtype, dout.dtype)
-  # 1. A scale that varies along the rows, which are contracted, goes into its operand.
-  (x, x_scale), (d, d_scale) = unscaled_rows(lhs, wide), unscaled_rows(dout, wide)
+  # 1. A scale that varies along the rows, which are contracted, goes into its operand; that
+  #    of a row block waits for the block's partial sum.
+  (x, x_scale), (d, d_scale) = ((y, None) if has_row_blocks(y) else unscaled_rows(y, wide) for y in (lhs, dout))
   # 2. Multiply, and group by group scale, one factor after the other, and round once.
-  dtype = product_dtype(x.dtype, d.dtype)
+  dtype = product_dtype(split(x)[0].dtype, split(d)[0].dtype)
   out_dtype = jnp.dtype(preferred_element_type)
   scaled = wide_dtype(acc_dtype(dtype), out_dtype)
 
   def finish(total: jax.Array) -> jax.Array:
     return scale_columns(scale_columns(total.astype(scaled), x_scale, 0), d_scale, 1).astype(out_dtype)
 
+  if isinstance(x, QArray) or isinstance(d, QArray):
+    return block_sums(x, d, starts, ends, precision=precision, wide=scaled, finish=finish, out_dtype=out_dtype)
   return tgmm_ranges(
     x,
     d,

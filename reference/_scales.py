@@ -17,6 +17,11 @@ def split(x: Operand) -> tuple[jax.Array, jax.Array | None]:
   return (x.qvalue, x.scale) if isinstance(x, QArray) else (x, None)
 
 
+def has_row_blocks(x: Operand) -> bool:
+  """Whether an operand of tgmm has scales of blocks of rows."""
+  return isinstance(x, QArray) and x.row_block is not None
+
+
 def wide_dtype(*dtypes: Any) -> jnp.dtype:
   """float32, in which scales are multiplied, or float64 when one of the dtypes is."""
   return jnp.dtype(jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32)

@@ -39,7 +39,7 @@ def supports(problem: Problem) -> str | None:
   if problem.fused_steps:
     return _refuse_steps(problem.fused_steps)
   if problem.pass_ == "drhs":
-    return None
+    return _refuse_row_blocks(lhs=problem.lhs.row_block, dout=problem.rhs.row_block)
   return _refuse_blocks(problem.lhs.scale_shape, problem.rhs.scale_shape, problem.transpose_rhs)
 
 
@@ -107,10 +107,11 @@ def tgmm(
   """`Backend.tgmm` on `jax.lax.ragged_dot_general`; arguments and result as there.
 
   Raises:
-    Unsupported: a step to do inside.
+    Unsupported: scales of blocks of rows, or a step to do inside.
   """
   del tiling  # XLA chooses
   _raise_if(_refuse_steps(_steps(lhs=(lhs_quant, None), dout=(dout_quant, dout_prescale))))
+  _raise_if(_refuse_row_blocks(lhs=getattr(lhs, "row_block", None), dout=getattr(dout, "row_block", None)))
   wide = wide_dtype(lhs.dtype, dout.dtype)
   (x, x_scale), (d, d_scale) = unscaled_rows(lhs, wide), unscaled_rows(dout, wide)
   starts, ends = local_ranges(group_sizes, group_offset, num_groups)
@@ -226,6 +227,15 @@ def _refuse_blocks(
   for name, shape, axis in (("lhs", lhs_scale, 1), ("rhs", rhs_scale, 2 if transpose_rhs else 1)):
     if shape is not None and shape[axis] > 1:
       return f"xla needs scales that are constant along k; {name}.scale has shape {shape}. {_WAY_OUT}"
+  return None
+
+
+def _refuse_row_blocks(**operands: int | None) -> str | None:
+  for name, block in operands.items():
+    if block is not None:
+      return (
+        f"xla needs scales that are constant along the rows of a group; {name} has one per {block} rows. {_WAY_OUT}"
+      )
   return None
 
 
