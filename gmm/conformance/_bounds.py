@@ -56,12 +56,14 @@ def error_bound(
   inexact_products = inexact_products or unit_roundoff(accumulator) > unit_roundoff("float32")
   adds = np.maximum(exact.terms - 1, 0) + inexact_products
   error = _growth(adds, unit_roundoff(accumulator)) * exact.magnitude
-  # 2. Then a conversion of an integer sum, the scales, and what is added, in float32.
-  after = exact.scaled + extra_roundings + (accumulator == "int32")
+  # 2. Then a conversion of an integer sum, the scales, and what is added, in float32. Of blocks
+  #    that are scaled one by one the float sum above has the additions already (b - 1 inside of
+  #    t / b blocks and t / b - 1 between them are fewer than t - 1); integer sums end inside them.
+  after = exact.scaled + extra_roundings + (accumulator == "int32") * exact.blocks
   size = exact.magnitude + extra_magnitude
   error = error + _growth(after, unit_roundoff("float32")) * (size + error)
   # 3. Products and sums that a platform flushes to zero.
-  error = error + (exact.terms + after) * _FLUSHED
+  error = error + (exact.terms + after * exact.blocks) * _FLUSHED
   # 4. The result's own rounding, of the exact value plus the error so far.
   #    A result in the dtype that was computed in, or a wider one, is not rounded again.
   last = unit_roundoff("float32" if np.any(after) else accumulator)

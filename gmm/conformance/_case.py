@@ -8,6 +8,9 @@ from typing import Literal
 import ml_dtypes  # installed with JAX: numpy's bfloat16 and fp8
 import numpy as np
 
+from gmm._recipe import Recipe
+from gmm.conformance._short_blocks import short_blocks
+
 Data = Literal["integers", "real", "positive"]
 
 DATA_KINDS: tuple[Data, ...] = ("integers", "real", "positive")
@@ -25,7 +28,7 @@ class Case:
     data: "integers" in -3..3, where float32 sums are exact in any order; "real", standard
       normal; "positive", bounded away from zero, where errors cannot cancel.
     seed: of the data.
-    recipe: name of the recipe, for the checks that quantize.
+    recipe: name of the recipe, for the checks that quantize; `rule` is what they run.
   """
 
   m: int
@@ -40,6 +43,11 @@ class Case:
   @property
   def g(self) -> int:
     return len(self.group_sizes)
+
+  @property
+  def rule(self) -> Recipe:
+    """The recipe, its blocks shortened to fit k and n."""
+    return short_blocks(self.recipe, self.k, self.n)
 
   @property
   def used(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gmm import _op
 from gmm._protocol import Backend
-from gmm._recipe import Quant, recipe
+from gmm._recipe import Quant
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case, numpy_dtype
@@ -243,7 +243,7 @@ def rows_inside_a_group(backend: Backend, case: Case) -> None:
 @check("GMM-11", "powers of two pass through a dynamic absmax unchanged", "quantized_short", weight=0.7)
 def powers_of_two(backend: Backend, case: Case) -> None:
   """One factor per row for out and dlhs, one per operand for drhs: codes stay, so every bit but the exponent does."""
-  run, rule = both_ways(backend, recipe=case.recipe), recipe(case.recipe)
+  run, rule = both_ways(backend, recipe=case.rule), case.rule
   rng = np.random.default_rng([case.seed, 4])
 
   def factor(quant: Quant | None, rows: int) -> np.ndarray:

@@ -7,12 +7,13 @@ import numpy as np
 
 from gmm._protocol import Backend
 from gmm._qarray import QArray
-from gmm._recipe import QMAX, recipe
+from gmm._recipe import QMAX
+from gmm._row_blocks import num_row_blocks
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import backend_bound
 from gmm.conformance._case import Case
 from gmm.conformance._operands import dtype_of, forward_operands
-from gmm.conformance._programs import both_ways, forward
+from gmm.conformance._programs import both_ways, forward, transposed
 from gmm.conformance._registry import check, expect, expect_equal, expect_within
 
 
@@ -66,6 +67,19 @@ def block_scales(backend: Backend, case: Case) -> None:
     _exact_product(backend, case, lhs, QArray(rhs, _powers(case, 4, rhs_blocks)))
 
 
+@check("QNT-1", "scales per block of rows in tgmm, counted from each group's first row", "short", weight=0.3)
+def row_block_scales(backend: Backend, case: Case) -> None:
+  """Blocks of different size on the two sides; the last of a group is short."""
+  operands = []
+  for salt, (columns, block) in enumerate(((case.k, 4), (case.n, 8))):
+    scale = _powers(case, 3 + salt, (num_row_blocks(case.m, case.g, block), columns))
+    operands.append(QArray(_codes(case, 1 + salt, (case.m, columns), "int8"), scale, block))
+  lhs, dout = operands
+  exact = _oracle.tgmm(lhs, dout, _oracle.ranges(case.sizes)).value
+  got = transposed(backend, preferred_element_type="float32")(lhs, dout, case.sizes)
+  expect_equal(got, exact.astype(np.float32), "drhs of blocks of 4 and 8 rows", np.arange(case.g))
+
+
 @check("QNT-1", "int4 weights", "short", weight=0.3)
 def int4_weights(backend: Backend, case: Case) -> None:
   """Against bfloat16 activations, one scale per output column."""
@@ -77,7 +91,7 @@ def int4_weights(backend: Backend, case: Case) -> None:
 @check("QNT-6", "unused rows and groups reach no scale, forward or backward", "quantized_short", weight=0.7)
 def unused_reach_no_scale(backend: Backend, case: Case) -> None:
   """Inf and NaN there change no bit of the result or of a gradient."""
-  run = both_ways(backend, recipe=case.recipe)
+  run = both_ways(backend, recipe=case.rule)
   clean, poisoned = [], []
   for fill, results in ((0.0, clean), (np.inf, poisoned), (np.nan, poisoned)):
     lhs, rhs, dout = case.lhs, case.rhs, case.dout
@@ -95,7 +109,7 @@ def unused_reach_no_scale(backend: Backend, case: Case) -> None:
 def recipe_is_its_codes(backend: Backend, case: Case) -> None:
   """gmm(lhs, rhs, recipe) has the bits of gmm of the two QArrays."""
   lhs, rhs = forward_operands(case)
-  got = forward(backend, recipe=case.recipe)(case.lhs, case.rhs, case.sizes)
+  got = forward(backend, recipe=case.rule)(case.lhs, case.rhs, case.sizes)
   on_codes = forward(backend, preferred_element_type=case.dtype)(lhs, rhs, case.sizes)
   expect_equal(got, np.asarray(on_codes), f"out of {case.recipe}")
 
@@ -115,7 +129,7 @@ def float32_scales(backend: Backend, case: Case) -> float:
 @check("QNT-12", "the distance to the unquantized result is what the quantization steps allow", "quantized_short")
 def distance(backend: Backend, case: Case) -> float | None:
   """|q·s - x| of both operands bounds the product's change; a lost scale would not."""
-  rows, rule = _oracle.ranges(case.sizes), recipe(case.recipe)
+  rows, rule = _oracle.ranges(case.sizes), case.rule
   lhs, rhs = forward_operands(case)
   # 1. The step of each operand, from the format alone.
   plain = _oracle.gmm(case.lhs, case.rhs, rows)
@@ -126,7 +140,7 @@ def distance(backend: Backend, case: Case) -> float | None:
   # 3. On top, the rounding of the computation itself.
   exact = _oracle.gmm(lhs, rhs, rows)
   bound = moved + backend_bound(backend, exact, case.dtype, (dtype_of(lhs), dtype_of(rhs)))
-  got = forward(backend, recipe=case.recipe)(case.lhs, case.rhs, case.sizes)
+  got = forward(backend, recipe=case.rule)(case.lhs, case.rhs, case.sizes)
   return expect_within(got, plain.value, bound, f"out of {case.recipe}", _oracle.owner_of_rows(rows, case.m))
 
 
@@ -135,7 +149,7 @@ def _step(x: np.ndarray, quantized, quant) -> np.ndarray:
   wide = np.abs(x.astype(np.float64))
   if quant is None:
     return np.zeros_like(wide)
-  scale = np.broadcast_to(np.asarray(quantized.scale).astype(np.float64), x.shape)
+  scale = _oracle.expanded_scale(quantized)
   # The quotient is rounded to bfloat16 before the code's own rounding; the scale is the stored one.
   relative = 2.0**-8
   if quant.is_integer:
@@ -153,8 +167,8 @@ def nan_is_honest(backend: Backend, case: Case) -> None:
   sizes = np.array([case.m - 2, 0, 1], np.int32)
   lhs = case.lhs
   lhs[0, 0] = np.nan
-  rule = recipe(case.recipe)
-  out = np.asarray(forward(backend, recipe=case.recipe)(lhs, case.rhs, sizes)).astype(np.float64)
+  rule = case.rule
+  out = np.asarray(forward(backend, recipe=rule)(lhs, case.rhs, sizes)).astype(np.float64)
   expect(bool(np.isnan(out[0]).all()), f"out[0] of {case.recipe} must be NaN, lhs[0, 0] is")
   spreads = rule.lhs is not None and rule.lhs.one_scale and (rule.lhs.fixed_range is None or rule.lhs.is_integer)
   if not spreads:
@@ -165,6 +179,7 @@ def nan_is_honest(backend: Backend, case: Case) -> None:
 CHECKS = (
   quantized_operands,
   block_scales,
+  row_block_scales,
   int4_weights,
   nan_is_honest,
   unused_reach_no_scale,

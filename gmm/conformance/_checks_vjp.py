@@ -63,7 +63,7 @@ def transposed_gradients(backend: Backend, case: Case) -> None:
 @check("VJP-2", "each recipe's backward multiplies the codes that SPEC's table names", "quantized", weight=1.5)
 def backward_table(backend: Backend, case: Case) -> float | None:
   """Output and gradients within the bound on the same quantized operands."""
-  out, dlhs, drhs = both_ways(backend, recipe=case.recipe)(case.lhs, case.rhs, case.sizes, case.dout)
+  out, dlhs, drhs = both_ways(backend, recipe=case.rule)(case.lhs, case.rhs, case.sizes, case.dout)
   owner, groups = _oracle.owner_of_rows(_rows(case), case.m), np.arange(case.g)
   lhs, rhs = forward_operands(case)
   (d_rows, weights), (acts, d_cols) = backward_operands(case)
@@ -83,7 +83,7 @@ def backward_table(backend: Backend, case: Case) -> float | None:
 def lossless_operands(backend: Backend, case: Case) -> None:
   """Power-of-two scales and integer codes, planted: exact, and the oracle has never seen `gmm.quantize`."""
   planted = lossless(case)
-  got = both_ways(backend, recipe=case.recipe)(planted.lhs, planted.rhs, case.sizes, planted.dout)
+  got = both_ways(backend, recipe=case.rule)(planted.lhs, planted.rhs, case.sizes, planted.dout)
   owner, groups = _oracle.owner_of_rows(_rows(case), case.m), np.arange(case.g)
   for x, exact, name, index in (
     (got[0], _oracle.gmm(planted.lhs_value, planted.rhs_value, _rows(case)), "out", owner),

@@ -4,6 +4,9 @@ In every slice that shares a scale stands an element of magnitude qmax · 2^j, w
 scale 2^j; the rest are small integers times a power of two, and are their own codes. All sums
 are then exact in float32, whatever their order, and equal those of the operands themselves.
 
+Recipes of blocks have slices of every shape, forward and backward. There all elements are 7 times a
+power of two: then the absmax of any slice is, and every scale is a power of two.
+
 int8 has one exception: qmax is 127.5, which no code has. Its planted elements get the codes 127
 and -128 (QNT-5), and `*_value` says what those are worth.
 """
@@ -14,7 +17,7 @@ import dataclasses
 
 import numpy as np
 
-from gmm._recipe import Quant, recipe
+from gmm._recipe import Quant
 from gmm.conformance import _oracle
 from gmm.conformance._case import Case, numpy_dtype
 
@@ -33,9 +36,11 @@ class Lossless:
 
 
 def lossless(case: Case) -> Lossless:
-  """Draws them by the case's seed, for the case's recipe; its scales have to be per row, column or tensor."""
-  rule, rng = recipe(case.recipe), np.random.default_rng([case.seed, 5])
+  """Draws them by the case's seed, for the case's recipe."""
+  rule, rng = case.rule, np.random.default_rng([case.seed, 5])
   m, k, n, g = case.m, case.k, case.n, case.g
+  if rule.lhs is not None and rule.lhs.block:
+    return _all_peaks(case, rng)
   integers = lambda *shape: rng.integers(-3, 4, shape).astype(np.float64)
   peaks = lambda *shape: _PEAK * rng.choice([-1.0, 1.0], shape)
   rows = np.arange(m)
@@ -62,6 +67,21 @@ def lossless(case: Case) -> Lossless:
 
   dtype = numpy_dtype(case.dtype)
   return Lossless(lhs.astype(dtype), rhs.astype(dtype), dout.astype(dtype), lhs_value, rhs_value)
+
+
+def _all_peaks(case: Case, rng: np.random.Generator) -> Lossless:
+  """Operands of peaks: the exponent varies from element to element, and from block to block."""
+
+  def peaks(*shape: int) -> np.ndarray:
+    exponents = rng.integers(0, 2, shape)
+    for axis in (-1, -2):
+      by_block = rng.integers(-1, 2, -(-shape[axis] // 4)).repeat(4)[: shape[axis]]
+      exponents = exponents + (by_block if axis == -1 else by_block[:, None])
+    return _PEAK * rng.choice([-1.0, 1.0], shape) * 2.0**exponents
+
+  dtype = numpy_dtype(case.dtype)
+  lhs, rhs, dout = peaks(case.m, case.k), peaks(case.g, case.k, case.n), peaks(case.m, case.n)
+  return Lossless(lhs.astype(dtype), rhs.astype(dtype), dout.astype(dtype), lhs, rhs)
 
 
 def _scales(quant: Quant | None, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
