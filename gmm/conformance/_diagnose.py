@@ -53,29 +53,15 @@ def of_call(call: Call, earlier: Sequence[Call] = ()) -> str:
     bad = error_ratio(got, exact, bound) > 1
     if not bad.any():
       return ""
-    # A result that is off by a rounding would also fit a scale that is off by one.
-    fine = _too_few_bits(r, got, exact) if not _gross(got, exact, bad) else ""
-    said = (
-      _stalled(r, got)
-      or fine
-      or _stale_sizes(call, got, earlier)
-      or _known(r, call, got)
-      or _stale_result(call, got, earlier)
-    )
-    return said or structure(r, got, exact, bad, bound) or f"wrong values: {place(r, bad)}"
+    said = _stalled(r, got) or _rounded(r, got, exact) or _stale_sizes(call, got, earlier) or _known(r, call, got)
+    said = said or _stale_result(call, got, earlier) or structure(r, got, exact, bad, bound)
+    return said or _short_sums(r, got, exact) or f"wrong values: {place(r, bad)}"
 
 
 def _overflowed(exact: np.ndarray, dtype: str) -> np.ndarray:
   """What is past the largest number of the result's dtype is Inf there."""
   rounded = exact.astype(numpy_dtype(dtype)).astype(np.float64)
   return np.where(np.isinf(rounded), rounded, exact)
-
-
-def _gross(got: np.ndarray, exact: np.ndarray, bad: np.ndarray) -> bool:
-  """Whether something is wrong by more than bits: an eighth of the largest element, or no number at all."""
-  error = np.abs(got - exact)[bad]
-  size = np.abs(exact[np.isfinite(exact)]).max(initial=0)
-  return bool(not np.isfinite(error).all() or error.max(initial=0) > size / 8)
 
 
 def _alike(call: Call, earlier: Sequence[Call]) -> list[Call]:
@@ -122,21 +108,29 @@ def _stalled(r: Replay, got: np.ndarray) -> str:
   return ""
 
 
-def _too_few_bits(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
-  """Roundings that are not allowed: of the result, of the operands, of the running sum."""
-  found = r.exact()
-  for dtype in ("bfloat16", "float16"):
-    within = lambda **kwargs: (error_ratio(got, exact, np.broadcast_to(r.bound(found, **kwargs), got.shape)) <= 1).all()
-    narrow = numpy_dtype(dtype)
-    if r.out_dtype == "float32" and np.array_equal(got.astype(narrow).astype(np.float64), got, equal_nan=True):
-      once = np.abs(got - exact) <= 2.0 ** (-8 if dtype == "bfloat16" else -11) * 1.01 * np.abs(exact) + 2.0**-126
-      if once.all():
-        return f"an extra rounding: the result went through {dtype}"
-    if r.out_dtype == dtype and within(out_roundings=2):
+def _rounded(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
+  """One rounding more than allowed, of the result."""
+  for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+    narrow = np.array_equal(got.astype(numpy_dtype(dtype)).astype(np.float64), got, equal_nan=True)
+    once = (np.abs(got - exact) <= unit * 1.01 * np.abs(exact) + 2.0**-126).all()
+    if r.out_dtype == "float32" and narrow and once:
+      return f"an extra rounding: the result went through {dtype}"
+    if r.out_dtype == dtype and _within(r, got, exact, out_roundings=2):
       return f"an extra rounding to {dtype}, or {dtype} accumulation: the result is rounded more than once"
-    if within(accumulator=dtype):
+  return ""
+
+
+def _short_sums(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
+  """A running sum, or products, of too few bits: the last resort, as that bound is wide for long sums."""
+  for dtype in ("bfloat16", "float16"):
+    if _within(r, got, exact, accumulator=dtype):
       return f"{dtype} accumulation: the running sum, or the products, have too few bits"
   return ""
+
+
+def _within(r: Replay, got: np.ndarray, exact: np.ndarray, **declared) -> bool:
+  bound = np.broadcast_to(r.bound(r.exact(), **declared), got.shape)
+  return bool((error_ratio(got, exact, bound) <= 1).all())
 
 
 def of_evidence(evidence: Evidence | None, message: str) -> str:

@@ -125,7 +125,7 @@ def _steps_inside(r: Replay, call: Call) -> Iterator[Hypothesis]:
     if quant is None and prescale is None:
       continue
     kind = "cols" if sums_rows else "rows"
-    replaced = lambda label, x, i=i: (label, _with(r, i, side_of(x)))
+    replaced = lambda label, x, i=i: (label, _with(r, i, side_of(x, r.rows)))
     if prescale is not None:
       yield replaced(
         f"forward scale forgotten: {names[i]} not multiplied by it", prepared(x, quant, None, kind, r.rows)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gmm._qarray import QArray
+from gmm._qarray import QArray, dequantize
 from gmm._quantize import GivenScale, apply_prescale, quantize
 from gmm.conformance import _oracle
 from gmm.conformance._bounds import error_bound
@@ -127,32 +127,42 @@ def local_rows(sizes: np.ndarray, offset: int, groups: int) -> Rows:
   return [(int(ends[j] - sizes[j]), int(ends[j])) if known(j) else (0, 0) for j in range(offset, offset + groups)]
 
 
-def side_of(x: Any, given: np.ndarray | None = None) -> Side:
-  """An operand that is multiplied as it is."""
+def side_of(x: Any, rows: Rows, given: np.ndarray | None = None) -> Side:
+  """An operand that is multiplied as it is; `rows` are the groups' (blocks of rows count from their starts)."""
   if not isinstance(x, QArray):
     wide = np.asarray(x).astype(np.float64)
     return Side(wide, np.ones_like(wide), False, wide if given is None else given, np.asarray(x).dtype.name)
-  scale = np.asarray(x.scale).astype(np.float64)
-  for axis, (have, want) in enumerate(zip(scale.shape, x.shape, strict=True)):
-    if have != want:
-      scale = np.repeat(scale, want // have, axis)
   codes = np.asarray(x.qvalue)
+  if x.row_block is None:
+    scale = np.asarray(x.scale).astype(np.float64)
+    for axis, (have, want) in enumerate(zip(scale.shape, x.shape, strict=True)):
+      if have != want:
+        scale = np.repeat(scale, want // have, axis)
+  else:
+    starts, ends = _starts_ends(rows)
+    ones = QArray(jnp.ones(x.shape), jnp.asarray(x.scale), x.row_block)
+    scale = np.asarray(dequantize(ones, starts=starts, ends=ends)).astype(np.float64)
   return Side(codes.astype(np.float64), scale, True, given, codes.dtype.name)
 
 
 def _side(x: Any, quant: Any, prescale: Any, kind: Any, rows: Rows) -> Side:
   """The operand after prescale and quantization, as the op would do them outside."""
   if isinstance(x, QArray) or (quant is None and prescale is None):
-    return side_of(x)
-  return side_of(prepared(x, quant, prescale, kind, rows), np.asarray(x).astype(np.float64))
+    return side_of(x, rows)
+  return side_of(prepared(x, quant, prescale, kind, rows), rows, np.asarray(x).astype(np.float64))
 
 
 def prepared(x: Any, quant: Any, prescale: Any, kind: Any, rows: Rows | None) -> Any:
   """`quantize` and `apply_prescale` on numpy arrays; without rows every row counts as used."""
-  starts, ends = (None, None) if rows is None else jnp.asarray(np.array(rows, np.int32).reshape(-1, 2).T)
+  starts, ends = (None, None) if rows is None else _starts_ends(rows)
   factor = None if prescale is None else jnp.asarray(prescale)
   if quant is None:
     return jnp.asarray(x) if factor is None else apply_prescale(jnp.asarray(x), factor, kind, starts, ends)
   if isinstance(quant, GivenScale):
     quant = GivenScale(quant.quant, jnp.asarray(quant.scale))
   return quantize(jnp.asarray(x), quant, kind, starts=starts, ends=ends, prescale=factor)
+
+
+def _starts_ends(rows: Rows) -> tuple[Any, Any]:
+  starts, ends = np.array(rows, np.int32).reshape(-1, 2).T
+  return jnp.asarray(starts), jnp.asarray(ends)
