@@ -140,6 +140,10 @@ def _check_expressible(operand: str, quant: Quant) -> None:
     )
   if quant.scale_dtype is not None:
     raise ValueError(f"A qwix rule cannot express {operand}.scale_dtype={quant.scale_dtype!r}; only None.")
+  if quant.rounding is not None:
+    raise ValueError(
+      f"A qwix rule cannot express {operand}.rounding={quant.rounding!r} for a grouped matmul; only None."
+    )
   if quant.clip_gradient:
     raise ValueError(f"A qwix rule cannot express {operand}.clip_gradient=True; only False.")
 

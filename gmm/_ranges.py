@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gmm import _validate
 from gmm._absmax import absmax
@@ -60,7 +61,7 @@ class AmaxHistory:
 
   def update(
     self,
-    x: jax.Array,
+    x: jax.Array | np.ndarray,
     group_sizes: Any = None,
     *,
     group_offset: Any = None,
@@ -79,6 +80,7 @@ class AmaxHistory:
     A step whose absmax is NaN or Inf counts as none: it is recorded as 0. So an overflowing
     step under loss scaling leaves the range alone.
     """
+    x = jnp.asarray(x)
     if group_sizes is not None:
       x = _used(x, group_sizes, group_offset, num_groups)
     seen = absmax(x).astype(jnp.float32)

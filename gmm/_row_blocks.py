@@ -72,4 +72,4 @@ def row_block_absmax(x: jax.Array, starts: jax.Array, ends: jax.Array, block: in
 def _counts(starts: jax.Array, ends: jax.Array, block: int) -> jax.Array:
   """int32 [g]: blocks of each group."""
   rows = ends - starts
-  return rows // block + (rows % block > 0)  # never forms rows + block, which may overflow
+  return rows // block + (rows % block > 0).astype(jnp.int32)  # never forms rows + block, which may overflow

@@ -79,7 +79,7 @@ def block_sums(
 
     def used(out: jax.Array) -> jax.Array:
       rows = ends[j] - starts[j]
-      turns = rows // step + (rows % step > 0)
+      turns = rows // step + (rows % step > 0).astype(jnp.int32)
       total = lax.fori_loop(jnp.int32(0), turns, partial, vary_over(axes, jnp.zeros((k, n), wide)))
       return lax.dynamic_update_index_in_dim(out, finish(total), j, axis=0)
 

@@ -59,7 +59,7 @@ def _identity(qtype, size=4):
 
 @without_kernels
 @pytest.mark.parametrize("qtype", ["float8_e4m3fn", "float8_e5m2", "int8", "int4"])
-@pytest.mark.parametrize("granularity", ["channel", "tensor", "channel_per_group", 16])
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "channel_per_group", 8])
 def test_qr01_zero_slices(fault, backend, qtype, granularity):
   """A row, a column and everything zero: 0/0 must not make a NaN scale; zeros give zeros, forward and backward."""
   rhs = fault.rhs
@@ -72,18 +72,12 @@ def test_qr01_zero_slices(fault, backend, qtype, granularity):
     assert np.isfinite(q.scale).all()
     assert (q.scale > 0).all()
     assert not np.any(q.qvalue[1].astype(jnp.float32))
-    if granularity == 16 and backend == "xla":
+    if granularity == 8 and backend == "xla":
       with pytest.raises(gmm.Unsupported, match="reference"):
         gmm.gmm(a, b, fault.sizes, backend=backend, recipe=_both(quant))
       continue
-    if granularity == 16:
-      out = gmm.gmm(a, b, fault.sizes, backend=backend, recipe=_both(quant))
-      with pytest.raises(gmm.Unsupported, match="along the contracting axis"):
-        jax.grad(lambda x, b=b: gmm.gmm(x, b, fault.sizes, backend=backend, recipe=_both(quant)).sum())(a)
-      gradients = ()
-    else:
-      run = both_ways(gmm.get_backend(backend), recipe=gmm.Recipe(lhs=quant, rhs=quant, dout=quant))
-      out, *gradients = run(a, b, fault.sizes, fault.dout)
+    run = both_ways(gmm.get_backend(backend), recipe=gmm.Recipe(lhs=quant, rhs=quant, dout=quant))
+    out, *gradients = run(a, b, fault.sizes, fault.dout)
     assert all(np.isfinite(x).all() for x in (out, *gradients))
     assert not np.any(out[1])
     assert not np.any(out[:4, 2])

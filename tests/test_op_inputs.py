@@ -173,7 +173,7 @@ def test_recipe_refuses(name):
 def test_block_that_does_not_divide():
   """The block size meets its dimension only in the call; it is refused there, before the backend."""
   recipe = gmm.Recipe(rhs=gmm.Quant(qtype="int8", granularity=3))
-  with pytest.raises(ValueError, match="Blocks of 3 do not divide dimension 1"):
+  with pytest.raises(ValueError, match="quantizes rhs in blocks of 3 along k = 4"):
     gmm.gmm(LHS, RHS, SIZES, recipe=recipe, backend=UNREACHABLE)
 
 

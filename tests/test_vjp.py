@@ -16,6 +16,7 @@ import pytest
 
 import gmm
 from gmm._quantize import quantize
+from gmm.conformance._short_blocks import short_blocks
 
 M, K, N = 16, 8, 12
 SIZES = np.array([5, 0, 7])
@@ -44,6 +45,11 @@ def _spy(log, fuses=True):
   return gmm.Backend(name="spy", gmm=spied("gmm", reference.gmm), tgmm=spied("tgmm", reference.tgmm), supports=supports)
 
 
+def _short(name):
+  """The recipe with blocks that fit this file's sizes."""
+  return short_blocks(name, K, N)
+
+
 def _loss(backend, recipe=None, **kwargs):
   def loss(lhs, rhs):
     return (gmm.gmm(lhs, rhs, SIZES, backend=backend, recipe=recipe, **kwargs).astype(jnp.float32) ** 2).sum()
@@ -59,6 +65,10 @@ BACKWARD_TABLE = {
   "fp8_calibrated": ("codes", True, "float8_e5m2", "codes", True, "float8_e5m2"),
   "int8_dynamic": ("codes", True, None, "codes", True, None),
   "int8_weight_only": ("codes", True, None, "array", False, None),
+  "int4_weight_only": ("codes", True, None, "array", False, None),
+  # Their lhs is quantized anew in drhs, by the backend if it can.
+  "fp8_block": ("scaled codes", False, "float8_e4m3fn", "array", False, "float8_e4m3fn"),
+  "mxfp8": ("scaled codes", False, "float8_e4m3fn", "array", False, "float8_e4m3fn"),
 }
 
 
@@ -67,12 +77,14 @@ def test_backward_table(recipe):
   """Each recipe's backward matmuls get exactly the operands of SPEC's table; a swapped row would train, only worse."""
   log = []
   lhs, rhs = _data(jnp.bfloat16)
-  jax.grad(_loss(_spy(log), recipe), (0, 1))(lhs, rhs)
+  jax.grad(_loss(_spy(log), _short(recipe)), (0, 1))(lhs, rhs)
   weights, dlhs_factor, dlhs_quant, acts, drhs_factor, drhs_quant = BACKWARD_TABLE[recipe]
   # Tracing runs the undifferentiated call too; the last three are forward, dlhs and drhs.
   (_, flhs, frhs, _), (_, _, dlhs_rhs, dlhs), (_, drhs_lhs, _, drhs) = log[-3:]
 
   def what(x, forward):
+    if isinstance(x, gmm.QArray):
+      return "scaled codes"
     if isinstance(forward, gmm.QArray) and x.dtype == forward.qvalue.dtype:
       return "codes"
     return "array" if x.dtype == jnp.bfloat16 else "other"
@@ -83,6 +95,12 @@ def test_backward_table(recipe):
   assert what(drhs_lhs, flhs) == acts
   assert (drhs["dout_prescale"] is not None) == drhs_factor
   assert (drhs["dout_quant"] and drhs["dout_quant"].qtype) == drhs_quant
+  assert drhs["lhs_quant"] == (_short(recipe).lhs if recipe in ("fp8_block", "mxfp8") else None)
+  if recipe == "fp8_block":  # the forward's codes and scales, not new ones
+    np.testing.assert_array_equal(dlhs_rhs.scale, frhs.scale)
+  if recipe == "mxfp8":  # blocks of n now, where the forward had blocks of k
+    assert frhs.scale.shape == (3, K // 4, N)
+    assert dlhs_rhs.scale.shape == (3, K, N // 4)
   assert dlhs["transpose_rhs"] is True
   assert drhs["num_groups"] == 3
 
@@ -92,13 +110,17 @@ def test_every_named_recipe_is_in_the_table():
   assert set(BACKWARD_TABLE) == set(gmm.recipe_names())
 
 
-@pytest.mark.parametrize("recipe", ["fp8_dynamic", "fp8_static", "int8_dynamic", "int8_weight_only"])
+@pytest.mark.parametrize(
+  "recipe", ["fp8_dynamic", "fp8_static", "int8_dynamic", "int8_weight_only", "fp8_block", "mxfp8"]
+)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_fused_and_outside_agree(recipe, transpose_rhs):
   """A backend that quantizes inside and one that cannot get the same numbers, bit for bit (SPEC QNT-8)."""
   lhs, rhs = _data(jnp.bfloat16)
   rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
-  run = lambda fuses: jax.value_and_grad(_loss(_spy([], fuses), recipe, transpose_rhs=transpose_rhs), (0, 1))(lhs, rhs)
+  run = lambda fuses: jax.value_and_grad(_loss(_spy([], fuses), _short(recipe), transpose_rhs=transpose_rhs), (0, 1))(
+    lhs, rhs
+  )
   for fused, outside in zip(jax.tree.leaves(run(True)), jax.tree.leaves(run(False)), strict=True):
     np.testing.assert_array_equal(fused, outside)
 
@@ -107,16 +129,25 @@ def test_fused_and_outside_agree(recipe, transpose_rhs):
 def test_undifferentiated_value_is_the_differentiated_one(recipe):
   """Without a gradient lhs is quantized inside the backend, with one outside: the value may not know."""
   lhs, rhs = _data(jnp.bfloat16)
-  loss = _loss("reference", recipe)
+  loss = _loss("reference", _short(recipe))
   assert loss(lhs, rhs) == jax.value_and_grad(loss, (0, 1))(lhs, rhs)[0]
 
 
-def test_residuals_are_codes():
-  """Under a quantized recipe the backward keeps 1 byte an element, not the bf16 operands."""
+@pytest.mark.parametrize(
+  ("recipe", "kinds"),
+  [
+    ("fp8_dynamic", ("float8_e4m3fn", "float8_e4m3fn")),
+    ("fp8_block", ("bfloat16", "float8_e4m3fn")),
+    ("mxfp8", ("bfloat16", "bfloat16")),
+    ("int4_weight_only", ("bfloat16", "int4")),
+  ],
+)
+def test_residuals_are_codes(recipe, kinds):
+  """The backward keeps 1 byte an element where it reuses codes, the operand as given where it quantizes anew."""
   lhs, rhs = _data(jnp.bfloat16)
-  _, pullback = jax.vjp(lambda a, b: gmm.gmm(a, b, SIZES, recipe="fp8_dynamic", backend="reference"), lhs, rhs)
+  _, pullback = jax.vjp(lambda a, b: gmm.gmm(a, b, SIZES, recipe=_short(recipe), backend="reference"), lhs, rhs)
   kept = sorted((x.size, x.dtype.name) for x in jax.tree.leaves(pullback) if hasattr(x, "size") and x.size >= lhs.size)
-  assert kept == [(lhs.size, "float8_e4m3fn"), (rhs.size, "float8_e4m3fn")]
+  assert kept == [(lhs.size, kinds[0]), (rhs.size, kinds[1])]
 
 
 def test_residuals_have_names_for_remat():
@@ -226,8 +257,8 @@ def test_tgmm_of_a_recipe_is_the_drhs_of_its_gmm():
   lhs, rhs = _data(jnp.bfloat16)
   dout = _data(jnp.bfloat16, seed=3)[1][0, :, :].repeat(2, axis=0)[:M, :N]
   for recipe in gmm.recipe_names():
-    _, pullback = jax.vjp(lambda b, r=recipe: gmm.gmm(lhs, b, SIZES, backend="reference", recipe=r), rhs)
-    drhs = gmm.tgmm(lhs, dout, SIZES, backend="reference", recipe=recipe)
+    _, pullback = jax.vjp(lambda b, r=recipe: gmm.gmm(lhs, b, SIZES, backend="reference", recipe=_short(r)), rhs)
+    drhs = gmm.tgmm(lhs, dout, SIZES, backend="reference", recipe=_short(recipe))
     np.testing.assert_array_equal(drhs, pullback(dout)[0], err_msg=recipe)
 
 
@@ -239,12 +270,12 @@ QUANTIZED = [r for r in gmm.recipe_names() if r != "bf16"]
 def test_second_order_of_a_quantized_recipe_is_refused(recipe, jit):
   """Rounding has no second derivative; numbers that look like one would be worse than an error (SPEC VJP-6)."""
   lhs, rhs = _data()
-  first = jax.grad(_loss("reference", recipe))
+  first = jax.grad(_loss("reference", _short(recipe)))
   second = jax.grad(lambda a: (first(a, rhs) ** 2).sum())
   with pytest.raises(gmm.Unsupported, match="recipe='bf16'"):
     (jax.jit(second) if jit else second)(lhs)
   with pytest.raises(gmm.Unsupported, match="recipe='bf16'"):
-    jax.grad(lambda a: gmm.tgmm(a, jnp.ones((M, N)), SIZES, recipe=recipe, backend="reference").sum())(lhs)
+    jax.grad(lambda a: gmm.tgmm(a, jnp.ones((M, N)), SIZES, recipe=_short(recipe), backend="reference").sum())(lhs)
 
 
 def test_second_order_with_codes_as_operand_is_refused():
@@ -305,13 +336,15 @@ def test_clip_gradient_knows_the_global_range():
   assert whole[0][4:].all()
 
 
-def test_blocks_of_rows_are_refused():
-  """Blocks of dout along the rows would straddle groups: refused by name, never computed."""
-  e4m3 = gmm.Quant(qtype="float8_e4m3fn")
-  recipe = gmm.Recipe(lhs=e4m3, rhs=e4m3, dout=gmm.Quant(qtype="float8_e5m2", granularity=4))
+def test_codes_with_blocks_cannot_be_quantized_anew():
+  """Blocks along k say nothing along n: of codes alone the gradient of lhs is refused by name, never computed."""
   lhs, rhs = _data()
-  with pytest.raises(gmm.Unsupported, match="blocks of 4 rows"):
-    jax.grad(lambda w: gmm.gmm(lhs, w, SIZES, recipe=recipe).sum())(rhs)
+  codes = quantize(rhs, gmm.Quant(qtype="int8", granularity=4), "rhs")
+  with pytest.raises(gmm.Unsupported, match=r"rhs came as codes.*unquantized"):
+    jax.grad(lambda a: gmm.gmm(a, codes, SIZES, backend="reference").sum())(lhs)
+  blocks = quantize(lhs, gmm.Quant(qtype="int8", granularity=4))
+  with pytest.raises(gmm.Unsupported, match=r"lhs came as codes.*unquantized"):
+    jax.grad(lambda w: gmm.gmm(blocks, w, SIZES, backend="reference").sum())(rhs)
 
 
 def test_auto_chooses_for_each_pass():

@@ -190,6 +190,9 @@ _NAMED = {
   "fp8_calibrated": ("float8_e4m3fn tensor absmax", "float8_e4m3fn tensor absmax", "float8_e5m2 channel absmax"),
   "int8_dynamic": ("int8 channel absmax", "int8 channel absmax", None),
   "int8_weight_only": (None, "int8 channel absmax", None),
+  "int4_weight_only": (None, "int4 channel absmax", None),
+  "fp8_block": ("float8_e4m3fn 128 absmax", "float8_e4m3fn (128, 128) absmax", "float8_e4m3fn 128 absmax"),
+  "mxfp8": ("float8_e4m3fn 32 absmax ocp",) * 3,
 }
 
 
@@ -200,7 +203,10 @@ def named_recipes(backend: Backend, case: None) -> None:
   expect(set(recipe_names()) == set(_NAMED), f"recipes are {recipe_names()}, SPEC names {tuple(_NAMED)}")
   for name, expected in _NAMED.items():
     rule = recipe(name)
-    got = tuple(q and f"{q.qtype} {q.granularity} {q.calibration}" for q in (rule.lhs, rule.rhs, rule.dout))
+    got = tuple(
+      q and f"{q.qtype} {q.granularity} {q.calibration} {q.rounding or ''}".strip()
+      for q in (rule.lhs, rule.rhs, rule.dout)
+    )
     expect(got == expected, f"{name} is {got}, must be {expected}")
 
 
@@ -217,7 +223,7 @@ def qwix_interop(backend: Backend, case: None) -> None:
     ours = quantized(x, Quant(qtype=qtype, tiny_scale="qwix"))
     expect_equal(ours.qvalue, np.asarray(theirs.qvalue), f"{qtype} codes")
     expect_equal(ours.scale, np.asarray(theirs.scale), f"{qtype} scale")
-  for name in ("fp8_dynamic", "fp8_static", "int8_dynamic", "int8_weight_only"):
+  for name in ("fp8_dynamic", "fp8_static", "int8_dynamic", "int8_weight_only", "int4_weight_only"):
     rule = recipe(name)
     expect(Recipe.from_qwix(rule.to_qwix()) == rule, f"{name} does not survive a round trip through a qwix rule")
   try:

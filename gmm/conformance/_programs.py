@@ -83,6 +83,18 @@ def both_ways(backend: Backend, **static: Any) -> Program:
 
 
 @functools.cache
+def ranged(backend: Backend, **static: Any) -> Program:
+  """(out, dlhs, drhs) from (lhs, rhs, sizes, dout, ranges)."""
+
+  def run(lhs, rhs, sizes, dout, ranges):
+    op = lambda lhs, rhs: _op.gmm(lhs, rhs, sizes, backend=backend, ranges=ranges, **static)
+    out, pullback = jax.vjp(op, lhs, rhs)
+    return out, *pullback(dout.astype(out.dtype))
+
+  return jit(run)
+
+
+@functools.cache
 def transposed(backend: Backend, **static: Any) -> Program:
   """tgmm(lhs, dout, sizes, offset=None)."""
 
