@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 
 import gmm
-from gmm.conformance import Case, check_backend, checks, run_check
+from gmm.conformance import Case, ConformanceError, check_backend, checks, run_check
+from gmm.conformance._shrink import shrink
 
 BACKENDS = ("reference", "xla", "megablox", "tokamax_v1")
 
@@ -201,6 +203,104 @@ def test_error_in_a_backend_is_a_failure_with_its_case():
   assert result.status == "failed"
   assert result.message == "RuntimeError: out of tiles"
   assert result.case is not None
+
+
+def _backend(name, run, **fields):
+  reference = gmm.get_backend("reference")
+  given = {"gmm": run, "tgmm": reference.tgmm, "supports": lambda problem: None, **fields}
+  return gmm.Backend(name=name, **given)
+
+
+def test_core_may_not_be_declined():
+  """Plain bfloat16 in whole tiles is what a backend is for."""
+  reference = gmm.get_backend("reference")
+  refuses = lambda p: "It is float32 only; convert." if p.lhs.dtype == "bfloat16" else None
+  picky = _backend("picky", reference.gmm, supports=refuses)
+  (result,) = check_backend(picky, "REG-5:core*", on_fail="report").results
+  assert result.status == "failed"
+  assert "It is float32 only; convert." in result.message
+  assert result.case.dtype == "bfloat16"
+
+
+def test_refusing_what_supports_accepts_is_a_failure():
+  """Wherever it happens: it is not counted as declined."""
+
+  def refuse(*args, **kwargs):
+    raise gmm.Unsupported("Not today; come back later.")
+
+  (result,) = check_backend(_backend("moody", refuse), "GMM-2", profile="quick", on_fail="report").results
+  assert result.status == "failed"
+  assert "supports accepts it and the backend refuses" in result.message
+
+
+def test_expected_failures():
+  """A failure with a reason conforms; a pass with a reason does not; a reason for nothing is an error."""
+  faulty = _broken("uncovered rows unset")
+  named = {"GMM-2": "rows past the end are the caller's, issue 3", "GMM-13": "summed in any order"}
+  report = check_backend(faulty, "GMM-[2]", named, profile="quick")
+  assert [r.status for r in report.results] == ["expected failure"]
+  assert report.results[0].expected == named["GMM-2"]
+  assert report.conforms
+  with pytest.raises(ConformanceError, match="unexpected pass") as raised:
+    check_backend(faulty, "GMM-13", named, profile="quick")
+  assert [r.status for r in raised.value.report.results] == ["unexpected pass"]
+  with pytest.raises(ValueError, match=r"'GMN-2', which matches no check"):
+    check_backend(faulty, "GMM-2", {"GMN-2": "a typo"})
+  with pytest.raises(ValueError, match="must be a reason in words"):
+    check_backend(faulty, "GMM-2", {"GMM-2": ""})
+
+
+def test_failing_raises_with_the_report():
+  """The default: one exception that says what fails, on which case, and what it looks like."""
+  with pytest.raises(ConformanceError) as raised:
+    check_backend(_broken("uncovered rows unset"), "GMM-2", profile="quick")
+  text = str(raised.value)
+  for part in ("1 of 1 checks", "GMM-2:uncovered_rows", "Case(m=", "must be 0 exactly", "uninitialised tail rows"):
+    assert part in text
+  assert not raised.value.report.conforms
+  with pytest.raises(ValueError, match="'raise' or 'report', got 'print'"):
+    check_backend("reference", "GMM-2", on_fail="print")  # pyright: ignore[reportArgumentType]  a typo is the point
+
+
+def test_an_error_of_the_kit_is_no_failure_of_a_backend():
+  """The traceback decides, then the reference: a check that is broken breaks there as well; a compiler does not."""
+  (check,) = (c for c in checks() if c.id == "GMM-1:rows_of_groups")
+
+  def broken_check(backend, case):
+    raise KeyError("a typo in the kit")
+
+  def compiler(backend, case):
+    if backend.name != "reference":
+      raise NotImplementedError("cannot lower this primitive")
+
+  # All its functions are the reference's, so that no frame of this module is the backend's.
+  reference = gmm.get_backend("reference")
+  mine = _backend("mine", reference.gmm, supports=reference.supports)
+  result = run_check(dataclasses.replace(check, run=broken_check), mine, profile="quick")
+  assert result.status == "suite error"
+  assert "a typo in the kit" in result.traceback
+  expected = run_check(dataclasses.replace(check, run=broken_check), mine, {"GMM-1*": "known"}, profile="quick")
+  assert expected.status == "suite error"  # no reason excuses the kit
+  assert run_check(dataclasses.replace(check, run=compiler), mine, profile="quick").status == "failed"
+
+
+def test_shrinking_finds_the_least_rows():
+  """On a predicate instead of a backend: the smallest shape and the fewest rows that fail, within the given case."""
+  case = Case(150, 136, 20, (60, 10, 0, 50, 5), "bfloat16", "real", 9)
+  asked = []
+
+  def fails(candidate):
+    asked.append(candidate)
+    return sum(s > 0 for s in candidate.group_sizes) >= 2 and candidate.m >= 5
+
+  small = shrink(case, fails, simpler_data=True, seconds=5.0)
+  assert (small.m, small.k, small.n) == (6, 4, 3)
+  assert sorted(small.group_sizes) == [0, 1, 1]
+  assert (small.dtype, small.data) == ("float32", "integers")
+  assert all(c.m <= case.m and c.k <= case.k and c.n <= case.n for c in asked)
+  assert shrink(case, lambda c: False, simpler_data=True, seconds=5.0) == case
+  kept = shrink(case, lambda c: c.g == 5 and c.group_sizes[3] > 20, simpler_data=False, seconds=5.0)
+  assert kept.group_sizes == (0, 0, 0, 25, 0)
 
 
 def test_unknown_clause_and_profile():

@@ -197,7 +197,7 @@ def test_arrays_alone():
   """What is said when no call of the backend can be seen."""
   right = np.ones((3, 2))
   evidence = Evidence(
-    "out", _changed(right, 2, 5.0), _changed(right, 2, 0.0), ("float32",) * 2, owner=np.array([0, 0, -1])
+    "out", _changed(right, 2, 5.0), _changed(right, 2, 0.0), ("float32", "float32"), owner=np.array([0, 0, -1])
   )
   assert "tail rows" in of_evidence(evidence, "")
   assert "wrong dtype" in of_evidence(dataclasses.replace(evidence, dtypes=("float16", "float32")), "")

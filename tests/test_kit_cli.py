@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
@@ -196,3 +198,31 @@ def test_decorator_in_another_suite(kernels):
   assert "smallest case  Case(" in shown
   assert "declined: It reads rhs as [g, k, n] only" in shown
   assert "FAILED test_theirs.py::test_out_of_date[GMM-2:uncovered_rows] - [XPASS(strict" in shown
+
+
+def test_guide_is_true(capsys):
+  """docs/conformance.md: its commands parse, its links lead somewhere, its statuses are those that exist."""
+  page = pathlib.Path(cli.__file__).parent.parent / "docs" / "conformance.md"
+  text = page.read_text()
+  commands = re.findall(r"^(gmm .*)$", text, re.MULTILINE)
+  assert len(commands) == 2
+  for command in commands:
+    with pytest.raises(SystemExit) as stopped:
+      cli.main([*shlex.split(command)[1:], "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in re.findall(r"--\w+", command))
+  case = re.search(r'--case "(Case.*?)"', text)
+  assert case is not None
+  assert conformance.parse_case(case[1]).m == 4
+  targets = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+  assert targets
+  assert all((page.parent / t).exists() for t in targets)
+  assert re.findall(r"^\| ([a-z ]+) \|", text, re.MULTILINE)[1:] == [
+    "passed",
+    "failed",
+    "declined",
+    "expected failure",
+    "unexpected pass",
+    "suite error",
+  ]

@@ -18,8 +18,9 @@ from gmm.conformance._evidence import Evidence, error_ratio
 from gmm.conformance._hypotheses import hypotheses
 from gmm.conformance._replay import Replay, replay
 from gmm.conformance._spy import Call
-from gmm.conformance._structure import place, structure
+from gmm.conformance._structure import nan_lost, place, structure
 
+_UNNAMED = "wrong values"  # nothing known; only the place is said
 _PASS = {"fwd": "in the forward", "dlhs": "in dlhs", "drhs": "in drhs"}
 
 
@@ -31,11 +32,16 @@ def diagnose(evidence: Evidence | None, calls: Sequence[Call], message: str = ""
     calls: the backend's calls while the check ran, from `_spy.record`.
     message: the check's own sentence.
   """
-  for i, call in enumerate(calls):
+  for i, call in enumerate(calls if "second run" not in message else ()):
     said = of_call(call, calls[:i])
     if said:
       return f"{said} ({_PASS[call.pass_]})"
   return of_evidence(evidence, message)
+
+
+def is_named(said: str) -> bool:
+  """Whether a diagnosis names a kind of fault rather than only its place."""
+  return said != "" and not said.startswith(_UNNAMED)
 
 
 def of_call(call: Call, earlier: Sequence[Call] = ()) -> str:
@@ -53,9 +59,12 @@ def of_call(call: Call, earlier: Sequence[Call] = ()) -> str:
     bad = error_ratio(got, exact, bound) > 1
     if not bad.any():
       return ""
-    said = _stalled(r, got) or _rounded(r, got, exact) or _stale_sizes(call, got, earlier) or _known(r, call, got)
+    # One rounding too many may look like codes that are off by one, where a backend quantizes by itself.
+    codes = r.lhs.quantized or r.rhs.quantized
+    said = nan_lost(got, exact, bad) or _stalled(r, got) or ("" if codes else _rounded(r, got, exact))
+    said = said or _stale_sizes(call, got, earlier) or _known(r, call, got) or _rounded(r, got, exact)
     said = said or _stale_result(call, got, earlier) or structure(r, got, exact, bad, bound)
-    return said or _short_sums(r, got, exact) or f"wrong values: {place(r, bad)}"
+    return said or _short_sums(r, got, exact) or f"{_UNNAMED}: {place(r, bad)}"
 
 
 def _overflowed(exact: np.ndarray, dtype: str) -> np.ndarray:
@@ -102,22 +111,24 @@ def _stalled(r: Replay, got: np.ndarray) -> str:
   if not x.size or not w.size or np.ptp(x) or np.ptp(w) or not x.flat[0] * w.flat[0]:
     return ""
   terms = got / (x.flat[0] * w.flat[0])
-  for dtype, last in (("bfloat16", 256), ("float16", 2048)):
-    if (terms == last).any() and terms.max() == last and (r.exact().terms > last).any():
-      return f"{dtype} accumulation: the running sum stalls at {last} terms"
+  last = terms.max()
+  if (r.exact().terms > last).any() and last >= 256 and np.log2(last).is_integer():
+    kind = "bfloat16" if last < 2048 else "bfloat16 or float16"
+    return f"{kind} accumulation: the running sum stalls at {last:g} terms"
   return ""
 
 
 def _rounded(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
   """One rounding more than allowed, of the result."""
+  through = []
   for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
     narrow = np.array_equal(got.astype(numpy_dtype(dtype)).astype(np.float64), got, equal_nan=True)
     once = (np.abs(got - exact) <= unit * 1.01 * np.abs(exact) + 2.0**-126).all()
     if r.out_dtype == "float32" and narrow and once:
-      return f"an extra rounding: the result went through {dtype}"
+      through.append(dtype)
     if r.out_dtype == dtype and _within(r, got, exact, out_roundings=2):
       return f"an extra rounding to {dtype}, or {dtype} accumulation: the result is rounded more than once"
-  return ""
+  return f"an extra rounding: the result went through {' or '.join(through)}" if through else ""
 
 
 def _short_sums(r: Replay, got: np.ndarray, exact: np.ndarray) -> str:
@@ -133,14 +144,23 @@ def _within(r: Replay, got: np.ndarray, exact: np.ndarray, **declared) -> bool:
   return bool((error_ratio(got, exact, bound) <= 1).all())
 
 
+# Sentences of checks that compare no arrays.
+_SENTENCES = (
+  ("second run", "not reproducible: the bits differ from run to run"),
+  ("compiled for new group sizes", "recompiled: group sizes are treated as static"),
+  ("core grid was declined", "the core is declined: supports refuses what every backend must do"),
+  ("refused without a reason", "declined without a reason"),
+  ("supports accepts it and the backend refuses", "supports accepts what the backend refuses"),
+  ("supports refuses it", "supports refuses what the backend does"),
+  (" lacks [", "an argument of the protocol is missing"),
+)
+
+
 def of_evidence(evidence: Evidence | None, message: str) -> str:
   """What the compared arrays alone say."""
-  if "second run" in message:
-    return "not reproducible: the bits change from run to run"
-  if "compiled for new group sizes" in message:
-    return "recompiled: group sizes are treated as static"
-  if "was declined" in message or "refuses" in message or "supports" in message:
-    return "supports does not tell the truth, or declines the core"
+  for words, said in _SENTENCES:
+    if words in message:
+      return said
   if evidence is None:
     return ""
   if evidence.dtypes[0] != evidence.dtypes[1]:

@@ -54,8 +54,9 @@ def examine(error: Exception, check: Check, backend: Backend, case: Any, *, expl
   # 2. The smallest case that fails.
   if isinstance(check.draws, str) and isinstance(case, Case):
     case, error = _smallest(error, check, backend, case)
-  if not looks_like and isinstance(error, Violation) and case != found_case:
-    looks_like = _diagnose.diagnose(_evidence(error), _spy.record(check, backend, case), str(error))
+  if not _diagnose.is_named(looks_like) and isinstance(error, Violation) and case != found_case:
+    again = _diagnose.diagnose(_evidence(error), _spy.record(check, backend, case), str(error))
+    looks_like = again if _diagnose.is_named(again) else looks_like or again
   return Finding(
     False, case, _text(error), _evidence(error), looks_like, found_case, _evidence(found), tile, _trace(error)
   )

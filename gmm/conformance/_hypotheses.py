@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -14,6 +13,9 @@ from gmm._recipe import Quant
 from gmm.conformance._case import numpy_dtype
 from gmm.conformance._replay import Replay, Rows, Side, local_rows, prepared, side_of
 from gmm.conformance._spy import Call
+
+# Largest codes of formats that are easily taken for each other: e4m3fnuz and e4m3b11 for e4m3fn, a symmetric int8.
+_LIMITS = {"float8_e4m3fn": (240.0, 30.0), "float8_e5m2": (448.0, 240.0), "int8": (127.0, 7.0), "int4": (7.0,)}
 
 Hypothesis = tuple[str, Replay]
 
@@ -62,10 +64,13 @@ def _borders(r: Replay) -> Iterator[Hypothesis]:
       f"rows shifted by one: every border {'late' if by > 0 else 'early'} by one row",
       moved(each(lambda s, e, j, by=by: (s + by, e + by), used)),
     )
-  yield "last row of each group dropped", moved(each(lambda s, e, j: (s, e - 1), used))
-  yield "first row of each group dropped", moved(each(lambda s, e, j: (s + 1, e), used))
-  yield "row after each group counted too: end one row late", moved(each(lambda s, e, j: (s, e + 1), used))
-  yield "row before each group counted too: start one row early", moved(each(lambda s, e, j: (s - 1, e), used))
+  yield "last row of each group dropped: its end edge is one row early", moved(each(lambda s, e, j: (s, e - 1), used))
+  yield "first row of each group dropped: its start edge is one row late", moved(each(lambda s, e, j: (s + 1, e), used))
+  yield "row after each group counted too: its end edge is one row late", moved(each(lambda s, e, j: (s, e + 1), used))
+  yield (
+    "row before each group counted too: its start edge is one row early",
+    moved(each(lambda s, e, j: (s - 1, e), used)),
+  )
   if used:
     yield "last row in use dropped", moved(each(lambda s, e, j: (s, e - 1), [last]))
     yield "last group reaches over the tail rows: mask forgotten", moved(each(lambda s, e, j: (s, m), [last]))
@@ -94,12 +99,12 @@ def _scales(r: Replay, call: Call) -> Iterator[Hypothesis]:
 
 def _wrong_scales(side: Side, owner: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
   scale = side.scale
+  for dtype in ("bfloat16", "float8_e4m3fn"):
+    yield f"rounded to {dtype}", _rounded(scale, dtype)
   yield "dropped", np.ones_like(scale)
   yield "applied twice", scale**2
   with np.errstate(divide="ignore", invalid="ignore"):
     yield "divided by instead of multiplied", 1 / scale
-  for dtype in ("bfloat16", "float8_e4m3fn"):
-    yield f"rounded to {dtype}", _rounded(scale, dtype)
   yield "rounded to a power of two", 2.0 ** np.rint(np.log2(np.where(scale > 0, scale, 1)))
   for axis, size in enumerate(scale.shape):
     if size < 2:
@@ -133,10 +138,12 @@ def _steps_inside(r: Replay, call: Call) -> Iterator[Hypothesis]:
       yield replaced(
         f"forward scale applied twice to {names[i]}", prepared(x, quant, np.asarray(prescale) ** 2, kind, r.rows)
       )
-      wrong = np.broadcast_to(np.asarray(prescale)[:1], np.shape(prescale))
-      yield replaced(
-        f"forward scale of the first group or row used for all of {names[i]}", prepared(x, quant, wrong, kind, r.rows)
-      )
+      for axis, size in enumerate(np.shape(prescale)):
+        first = np.broadcast_to(np.take(prescale, [0], axis), np.shape(prescale))
+        for label, wrong in (("first", first), ("neighbouring", np.roll(np.asarray(prescale), 1, axis))):
+          if size > 1:
+            said = f"forward scale of the {label} {'group or row' if axis == 0 else 'column'} used for {names[i]}"
+            yield replaced(said, prepared(x, quant, wrong, kind, r.rows))
     if quant is None:
       continue
     yield replaced(f"{names[i]} not quantized", prepared(x, None, prescale, kind, r.rows))
@@ -194,6 +201,11 @@ def _operands(r: Replay, call: Call) -> Iterator[Hypothesis]:
       if side.dtype != dtype and not np.array_equal(lossy, side.codes, equal_nan=True):
         yield f"{names[i]} rounded to {dtype} before the product", _with(r, i, dataclasses.replace(side, codes=lossy))
     yield f"sign lost: magnitudes of {names[i]}", _with(r, i, dataclasses.replace(side, codes=np.abs(side.codes)))
+  if not r.sums_rows:
+    k = r.lhs.codes.shape[1]
+    for step in (s for s in (8, 16, 32, 64, 128, 256, k // 2) if 0 < s < k and k % s == 0):
+      turned = np.arange(k).reshape(-1, step)[::-1].reshape(-1)
+      yield f"swapped k blocks: steps of {step} in reverse order", _with(r, 0, _taken(r.lhs, turned))
   yield "wrong sign", _with(r, 0, dataclasses.replace(r.lhs, codes=-r.lhs.codes))
   for dtype in ("bfloat16", "float16"):
     sides = [dataclasses.replace(s, codes=_rounded(s.codes, dtype)) for s in (r.lhs, r.rhs)]
@@ -201,11 +213,17 @@ def _operands(r: Replay, call: Call) -> Iterator[Hypothesis]:
       f"operands rounded to {dtype}: precision lower than asked for",
       dataclasses.replace(r, lhs=sides[0], rhs=sides[1]),
     )
-  for clipped, low in itertools.product((0, 1), (127.0, 128.0)):
-    side = (r.lhs, r.rhs)[clipped]
+  for i, side in enumerate((r.lhs, r.rhs)):
+    for limit in _LIMITS.get(side.dtype, ()):
+      codes = np.clip(side.codes, -limit, limit)
+      yield f"codes of {names[i]} clipped at {limit:g}", _with(r, i, dataclasses.replace(side, codes=codes))
     if side.dtype == "int8":
-      codes = np.clip(side.codes, -127, 127) if low == 127.0 else np.where(side.codes == -128, 128, side.codes)
-      yield f"code -128 of {names[clipped]} lost", _with(r, clipped, dataclasses.replace(side, codes=codes))
+      codes = np.where(side.codes == -128, 128, side.codes)
+      yield f"code -128 of {names[i]} read as 128", _with(r, i, dataclasses.replace(side, codes=codes))
+
+
+def _taken(side: Side, columns: np.ndarray) -> Side:
+  return dataclasses.replace(side, codes=side.codes[:, columns], scale=side.scale[:, columns])
 
 
 def _with(r: Replay, i: int, side: Side) -> Replay:

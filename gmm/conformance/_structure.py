@@ -34,11 +34,16 @@ def structure(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bo
   return next((said for rule in rules if (said := rule(r, got, exact, bad, bound))), "")
 
 
+def nan_lost(got: np.ndarray, exact: np.ndarray, bad: np.ndarray) -> str:
+  """Words for numbers where only NaN or Inf is right, when that is all that is wrong."""
+  lost = np.isfinite(got) & ~np.isfinite(exact)
+  return "NaN lost: a NaN or Inf in an operand does not reach the result" if (bad == (bad & lost)).all() else ""
+
+
 def _not_finite(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bound: np.ndarray) -> str:
   leaked = bad & ~np.isfinite(got) & np.isfinite(exact)
   if not leaked.any():
-    lost = bad & np.isfinite(got) & ~np.isfinite(exact)
-    return "NaN lost: a NaN or Inf in an operand does not reach the result" if lost.any() else ""
+    return ""
   operands = not (np.isfinite(r.lhs.value).all() and np.isfinite(r.rhs.value).all())
   index = np.unique(np.nonzero(leaked)[0])
   if r.sums_rows:
@@ -108,7 +113,7 @@ def _combined_groups(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndar
     products = (r.lhs.value[i] @ r.rhs.value)[:, at]  # [g, wrong columns]
     target = got[i, at] if r.partial is None else (got[i] - r.partial[i])[at]
     limit = _tolerance(r, bound[i, at], target)
-    whole = _fit(products.T, target, limit) if at.sum() > g else _one_of(products, target, limit)
+    whole = _fit(products.T, target, limit) if at.sum() >= g else _one_of(products, target, limit)
     if whole is None:
       return ""
     found.append((int(i), whole))
@@ -119,25 +124,24 @@ def _combined_groups(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndar
     return f"rows dropped ({_span(rows)})"
   if all(own(i, c) >= 2 and not len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
     return f"double count: a tile is added twice ({place(r, bad)})"
+  edge = {b + d for pair in r.rows for b in pair for d in (-1, 0)}
   if all(own(i, c) >= 1 and len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
+    if set(rows.tolist()) <= edge:
+      return f"wrong group at an edge: rows beside it are multiplied with both groups ({place(r, bad)})"
     return f"accumulator not reset: the product of another group is in the sum ({place(r, bad)})"
-  near = [any(abs(i - s) <= 1 or abs(i + 1 - s) <= 1 for rows_of in r.rows for s in rows_of) for i in rows]
-  where = " at an edge" if all(near) or _next_to_borders(r, rows) else ""
   if all(own(i, c) == 1 and not len(f) for (i, c), (_, f) in zip(found, foreign, strict=True)):
     return ""  # the right products: something small is wrong
+  where = " at an edge" if set(rows.tolist()) <= edge or _next_to_borders(r, rows) else ""
   others = sorted({int(j) for _, c in found for j in np.flatnonzero(c)})
   return f"wrong group{where}: {_span(rows)} use the weights of group {', '.join(map(str, others[:5]))}"
 
 
 def _next_to_borders(r: Replay, rows: np.ndarray) -> bool:
-  """Whether each run of wrong rows touches a border of a group, and leaves rows of that group right."""
+  """Whether each run of wrong rows touches a border, and not all of them are whole groups."""
   runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+  spans = [(int(run[0]), int(run[-1]) + 1) for run in runs]
   borders = {b for pair in r.rows for b in pair}
-  whole = {pair for pair in r.rows if pair[1] > pair[0]}
-  return all(
-    (int(run[0]) in borders or int(run[-1]) + 1 in borders) and (int(run[0]), int(run[-1]) + 1) not in whole
-    for run in runs
-  )
+  return all(a in borders or b in borders for a, b in spans) and not all(span in r.rows for span in spans)
 
 
 def _combined_rows(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, bound: np.ndarray) -> str:
@@ -154,11 +158,8 @@ def _combined_rows(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarra
     whole = np.zeros(len(x))
     whole[known] = counts
     said.append(_counts_in_words(r, int(j), whole, known))
-  return (
-    said[0]
-    if said and said[0] and all(s.split(":")[0] == said[0].split(":")[0] for s in said)
-    else "; ".join(dict.fromkeys(s for s in said if s))
-  )
+  kinds = {s.split(":")[0]: s for s in reversed(said) if s}  # one example of each kind
+  return "; ".join(reversed(kinds.values()))
 
 
 def _counts_in_words(r: Replay, j: int, counts: np.ndarray, known: np.ndarray) -> str:
@@ -226,6 +227,8 @@ def _factor(r: Replay, got: np.ndarray, exact: np.ndarray, bad: np.ndarray, boun
   slack = 3 * np.nanmax(np.where(good, bound / np.abs(np.where(good, exact, 1)), np.nan))
   if np.nanmax(ratio) - np.nanmin(ratio) <= slack * np.abs(np.nanmean(ratio)):
     factor = float(np.nanmean(ratio))
+    if abs(factor - 1) < 1e-3:
+      return ""  # that is a rounding
     if abs(factor - 2) <= 2 * slack:
       return f"double count: twice what it must be ({place(r, bad)})"
     return f"scale wrong: {factor:.4g} times what it must be ({place(r, bad)})"
