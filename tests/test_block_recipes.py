@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 import qwix.pallas
 
 import gmm
@@ -231,6 +232,20 @@ def test_a_nan_survives_in_a_large_array(dtype, granularity):
   assert lost.sum() == 1
   columns = jax.jit(lambda x: gmm.quantize(x, E4M3, "cols").scale)(x)
   assert np.isnan(np.asarray(columns).astype(np.float32)).sum() == 1
+
+
+def test_no_rule_of_qwix_says_blocks():
+  """qwix has no blocks in grouped matmuls: each direction refuses by name rather than drop them (SPEC QNT-11)."""
+  with pytest.raises(ValueError, match="granularity=128"):
+    gmm.recipe("fp8_block").to_qwix()
+  with pytest.raises(ValueError, match="rounding='ocp'"):
+    gmm.recipe("fp8_dynamic", rounding="ocp").to_qwix()
+  with pytest.raises(ValueError, match="mxfp8"):
+    gmm.Recipe.from_qwix(qwix.QtRule(weight_qtype="mxfp8"))
+  with pytest.raises(ValueError, match="tile_size"):
+    gmm.Recipe.from_qwix(qwix.QtRule(weight_qtype="int8", tile_size=32))
+  rule = gmm.recipe("int4_weight_only")
+  assert gmm.Recipe.from_qwix(rule.to_qwix()) == rule
 
 
 def test_dequantize_needs_the_rows_of_the_groups():
