@@ -125,6 +125,21 @@ def find_scale(
   return _scale_of(found, quant, x.dtype).astype(dtype)
 
 
+def scale_of_range(
+  x: jax.Array,
+  quant: Quant,
+  kind: Kind,
+  limit: jax.Array,
+  *,
+  starts: jax.Array | None = None,
+  ends: jax.Array | None = None,
+  scale_axes: tuple[str, ...] = (),
+) -> GivenScale:
+  """quant with the scale of "fixed,-R,R" for a float scalar R that is known at run time (SPEC QNT-14)."""
+  x = _used_only(x, kind, starts, ends)
+  return GivenScale(quant, find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=scale_axes, limit=limit))
+
+
 def scale_tiles(shape: tuple[int, ...], quant: Quant, kind: Kind) -> tuple[int, ...]:
   """Elements along each axis that share a scale (0: the whole axis); "rhs" keeps its group axis.
 

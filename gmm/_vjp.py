@@ -19,7 +19,7 @@ from gmm._call import Call, Candidates, Todo, call_gmm, call_tgmm, compiled
 from gmm._groups import covered_rows, local_ranges
 from gmm._protocol import Pass, Unsupported
 from gmm._qarray import Operand, QArray
-from gmm._quantize import GivenScale, find_scale, in_range, quantize
+from gmm._quantize import in_range, quantize, scale_of_range
 from gmm._ranges import Ranges
 from gmm._recipe import Quant, Recipe
 from gmm._tiling import Tiling
@@ -88,12 +88,15 @@ def gmm(
   ranges: Ranges | None,
 ) -> jax.Array:
   """out[i] = lhs[i] @ rhs[group of i] (+ partial_sum), [m, n]; undifferentiated."""
-  quant = plan.recipe.lhs
-  fusable = quant is not None and not isinstance(lhs, QArray) and not _needs_collective(plan.recipe, quant)
-  if not fusable or ranges is not None:
+  quant, todo = plan.recipe.lhs, Todo()
+  if quant is None or isinstance(lhs, QArray) or _needs_collective(plan.recipe, quant):
     lhs = _quantize_lhs(plan, lhs, sizes, offset, ranges)
+  elif ranges is None or ranges.lhs is None:
+    todo = Todo(quant)  # for the backend to do, if it can
+  else:
+    starts, ends = local_ranges(sizes, offset, plan.num_groups)
+    todo = Todo(scale_of_range(lhs, quant, "rows", ranges.lhs, starts=starts, ends=ends))
   rhs = _quantize_rhs(plan, rhs, sizes, offset, ranges)
-  todo = Todo(quant if fusable and not isinstance(lhs, QArray) else None)
   return call_gmm(_own(plan), lhs, rhs, sizes, offset, lhs_todo=todo, partial_sum=partial_sum)
 
 
@@ -298,13 +301,9 @@ def _quantized(plan: Plan, quant: Quant | None, x: Operand, kind, sizes, offset,
   if quant is None or isinstance(x, QArray):
     return x
   starts, ends = local_ranges(sizes, offset, plan.num_groups)
-  axes = plan.recipe.scale_axes
-  known = (
-    quant
-    if limit is None
-    else GivenScale(quant, find_scale(x, quant, kind, starts=starts, ends=ends, scale_axes=axes, limit=limit))
-  )
-  return quantize(x, known, kind, starts=starts, ends=ends, scale_axes=axes)
+  options = {"starts": starts, "ends": ends, "scale_axes": plan.recipe.scale_axes}
+  known = quant if limit is None else scale_of_range(x, quant, kind, limit, **options)
+  return quantize(x, known, kind, **options)
 
 
 def _is_requantized(quant: Quant | None) -> bool:
@@ -330,7 +329,7 @@ def _dout_todo(
     return quantize(dout, quant, kind, **options, prescale=prescale), Todo()
   # The range is that of dout as it comes; what is multiplied into it widens it as much.
   factor = 1.0 if prescale is None else _largest(prescale, kind, starts, ends, dout.shape[0])
-  return dout, Todo(GivenScale(quant, find_scale(dout, quant, kind, **options, limit=limit * factor)), prescale)
+  return dout, Todo(scale_of_range(dout, quant, kind, limit * factor, **options), prescale)
 
 
 def _largest(prescale: jax.Array, kind: Literal["rows", "cols"], starts, ends, m: int) -> jax.Array:

@@ -19,7 +19,7 @@ import qwix.pallas
 import gmm
 from gmm.conformance import _oracle, checks
 from gmm.conformance._bounds import backend_bound
-from gmm.conformance._case import Case
+from gmm.conformance._case import Case, Data
 from gmm.conformance._operands import dtype_of
 from gmm.conformance._programs import both_ways
 from gmm.conformance._registry import expect_within
@@ -37,6 +37,14 @@ def _data(m=24, k=16, n=12, g=3, dtype=jnp.bfloat16, seed=0):
   return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (g, k, n), (m, n)))
 
 
+def _quants(rule: gmm.Recipe) -> tuple[gmm.Quant, gmm.Quant, gmm.Quant]:
+  """lhs, rhs and dout of a recipe that quantizes all three."""
+  assert rule.lhs is not None
+  assert rule.rhs is not None
+  assert rule.dout is not None
+  return rule.lhs, rule.rhs, rule.dout
+
+
 # ---- the recipes -----------------------------------------------------------------------
 
 
@@ -44,7 +52,9 @@ def _data(m=24, k=16, n=12, g=3, dtype=jnp.bfloat16, seed=0):
 @pytest.mark.parametrize("check", QUANTIZED_CHECKS, ids=lambda c: c.id)
 def test_every_clause_holds(check, recipe):
   """The kit samples recipes; here none is left out, with an empty group, slack rows, one group and short blocks."""
-  for data, seed, sizes in (("real", 1, (7, 0, 13)), ("positive", 2, (24, 0, 0)), ("real", 5, (1, 6, 9))):
+  drawn: tuple[tuple[Data, int, tuple[int, ...]], ...]
+  drawn = ("real", 1, (7, 0, 13)), ("positive", 2, (24, 0, 0)), ("real", 5, (1, 6, 9))
+  for data, seed, sizes in drawn:
     case = Case(24, 16, 12, sizes, dtype="bfloat16", data=data, seed=seed, recipe=recipe)
     result = run_check(check, REFERENCE, case=case, explain=False)
     assert result.status == "passed", f"{case}: {result.message}"
@@ -54,13 +64,14 @@ def test_every_clause_holds(check, recipe):
 def test_blocks_of_the_named_size(recipe, k, n):
   """At 128 and at 32, with groups of more and of less than a block: each pass on the codes that SPEC's table names."""
   rule, sizes = gmm.recipe(recipe), np.array([150, 0, 20], np.int32)
+  of_lhs, of_rhs, of_dout = _quants(rule)
   lhs, rhs, dout = _data(180, k, n)
   rows = _oracle.ranges(sizes)
   starts, ends = jnp.asarray(np.array(rows, np.int32).T)
   quantize = functools.partial(gmm.quantize, starts=starts, ends=ends)
-  codes = quantize(lhs, rule.lhs, "rows"), quantize(rhs, rule.rhs, "rhs")
-  weights = codes[1] if recipe == "fp8_block" else quantize(rhs, rule.rhs, "rhs_t")
-  d_rows, d_cols, acts = quantize(dout, rule.dout), quantize(dout, rule.dout, "cols"), quantize(lhs, rule.lhs, "cols")
+  codes = quantize(lhs, of_lhs, "rows"), quantize(rhs, of_rhs, "rhs")
+  weights = codes[1] if recipe == "fp8_block" else quantize(rhs, of_rhs, "rhs_t")
+  d_rows, d_cols, acts = quantize(dout, of_dout), quantize(dout, of_dout, "cols"), quantize(lhs, of_lhs, "cols")
   for got, exact, operands, name in zip(
     both_ways(REFERENCE, recipe=rule)(lhs, rhs, sizes, dout),
     (
@@ -161,7 +172,7 @@ def test_other_backends_decline(backend):
   with pytest.raises(gmm.Unsupported, match="reference"):
     gmm.tgmm(lhs, dout, sizes, recipe=rule, backend=backend)
   starts, ends = jnp.array([0, 7, 7]), jnp.array([7, 7, 20])
-  codes = gmm.quantize(lhs, rule.lhs, "cols", starts=starts, ends=ends)
+  codes = gmm.quantize(lhs, _quants(rule)[0], "cols", starts=starts, ends=ends)
   other = gmm.get_backend(backend)
   with pytest.raises(gmm.Unsupported, match="reference"):  # asked directly, too
     other.tgmm(codes, dout, jnp.asarray(sizes, jnp.int32), num_groups=3, preferred_element_type="float32")
@@ -209,7 +220,9 @@ def test_mxfp8_of_every_absmax_is_that_of_qwix(wrap):
 def test_ocp_scale_of_every_absmax():
   """Over all bfloat16 numbers: a power of two, absmax / scale in [256, 512) unless 2^-126 is the smallest scale."""
   values = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
-  got = np.asarray(jax.jit(lambda x: gmm.quantize(x, gmm.recipe("mxfp8").lhs))(np.repeat(values[:, None], 32, 1)).scale)
+  got = np.asarray(
+    jax.jit(lambda x: gmm.quantize(x, _quants(gmm.recipe("mxfp8"))[0]))(np.repeat(values[:, None], 32, 1)).scale
+  )
   with np.errstate(invalid="ignore"):
     scale, absmax = got[:, 0].astype(np.float64), np.abs(values.astype(np.float64))
   normal = np.isfinite(absmax) & (absmax >= 2.0**-126)
@@ -284,9 +297,11 @@ def test_a_given_range_of_integer_codes_is_honest_about_nan():
   """Integer codes cannot carry a NaN: the scale of the tensor does, whoever found the range (SPEC QNT-5)."""
   lhs, rhs, _ = _data(dtype=jnp.float32)
   ranges = gmm.Ranges(lhs=jnp.float32(4), rhs=jnp.float32(4))
-  out = gmm.gmm(lhs.at[1, 1].set(jnp.nan), rhs, [7, 0, 13], recipe="int8_dynamic", ranges=ranges, backend="reference")
+  run = lambda lhs: gmm.gmm(lhs, rhs, [7, 0, 13], recipe="int8_dynamic", ranges=ranges, backend="reference")
+  out = run(lhs.at[1, 1].set(jnp.nan))
   assert np.isnan(out[:20]).all()
   assert not np.any(out[20:])
+  np.testing.assert_array_equal(run(lhs.at[22, 1].set(jnp.nan)), run(lhs))  # of no group
 
 
 def test_a_training_step_with_delayed_scaling():
@@ -323,11 +338,8 @@ def test_a_training_step_with_delayed_scaling():
       # The same step with the ranges written into a recipe.
       fixed = lambda quant, limit: dataclasses.replace(quant, calibration=f"fixed,-{float(limit)!r},{float(limit)!r}")
       ls = np.float32(ranges.lhs) / np.float32(448)
-      static = gmm.Recipe(
-        lhs=fixed(recipe.lhs, ranges.lhs),
-        rhs=fixed(recipe.rhs, ranges.rhs),
-        dout=fixed(recipe.dout, np.float32(ranges.dout) * ls),
-      )
+      limits = ranges.lhs, ranges.rhs, np.float32(ranges.dout) * ls
+      static = gmm.Recipe(**dict(zip(("lhs", "rhs", "dout"), map(fixed, _quants(recipe), limits), strict=True)))
       out = lambda w, r=static: gmm.gmm(lhs, w, sizes, recipe=r, backend="reference")
       expected = jax.jit(jax.grad(lambda w, out=out: ((out(w) - target) ** 2).mean()))(before)
       np.testing.assert_allclose(drhs, expected, rtol=1e-6, atol=1e-9)

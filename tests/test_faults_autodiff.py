@@ -90,7 +90,8 @@ def test_qb05_no_block_spans_two_groups(fault, backend):
   lhs[:10] *= 1e4
   lhs[10:32] *= 1e-4
   lhs, dout = jnp.asarray(lhs, jnp.bfloat16), jnp.asarray(dout, jnp.bfloat16)
-  blocks = gmm.Recipe(lhs=E4M3, rhs=E4M3, dout=dataclasses.replace(E5M2, granularity=32))
+  of_dout = dataclasses.replace(E5M2, granularity=32)
+  blocks = gmm.Recipe(lhs=E4M3, rhs=E4M3, dout=of_dout)
   if backend == "xla":
     with pytest.raises(gmm.Unsupported, match="one per 32 rows"):
       gmm.tgmm(lhs, dout, fault.sizes, backend=backend, recipe=blocks)
@@ -98,7 +99,7 @@ def test_qb05_no_block_spans_two_groups(fault, backend):
     acts, rows = gmm.quantize(lhs, E4M3), _oracle.ranges(fault.sizes)
     starts, ends = jnp.asarray(np.array(rows, np.int32).T)
     options = {"prescale": acts.scale.astype(jnp.float32), "starts": starts, "ends": ends}
-    exact = _oracle.tgmm(acts.qvalue, gmm.quantize(dout, blocks.dout, "cols", **options), rows)
+    exact = _oracle.tgmm(acts.qvalue, gmm.quantize(dout, of_dout, "cols", **options), rows)
     got = gmm.tgmm(lhs, dout, fault.sizes, backend=backend, recipe=blocks)
     bound = backend_bound(gmm.get_backend(backend), exact, "bfloat16", ("float8_e4m3fn", "float8_e5m2"))
     expect_within(got, exact.value, bound, "drhs")
