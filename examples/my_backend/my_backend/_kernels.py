@@ -36,7 +36,7 @@ def gmm(
     table: from `segments`.
     tile: (tile_m, tile_k, tile_n), each divides its dimension.
     precision: of the dot.
-    interpret: run in Pallas's interpreter of TPUs.
+    interpret: run in one of Pallas's interpreters.
 
   Returns:
     float32 [m, n].
@@ -63,7 +63,7 @@ def gmm(
       scratch_shapes=[pltpu.VMEM((tile_m, tile_n), jnp.float32)],
     ),
     out_shape=_result((m, n), lhs),
-    interpret=pltpu.InterpretParams() if interpret else False,
+    interpret=_interpreter(interpret, lhs),
     name="my_gmm",
   )(table, lhs, rhs)
 
@@ -128,7 +128,7 @@ def tgmm(
       out_specs=pl.BlockSpec((None, tile_k, tile_n), lambda i, j, s, table: (group(table, s), i, j)),
     ),
     out_shape=_result((g, k, n), lhs),
-    interpret=pltpu.InterpretParams() if interpret else False,
+    interpret=_interpreter(interpret, lhs),
     name="my_tgmm",
   )(table, lhs, dout)
 
@@ -163,3 +163,10 @@ def _rows_of(table, s, tile_m: int, shape: tuple[int, ...]) -> jax.Array:
 def _result(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
   """float32 of that shape; inside a shard_map it differs over the mesh axes that all operands differ over."""
   return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+def _interpreter(interpret: bool, x: jax.Array) -> Any:
+  """The plain interpreter; in a checked shard_map, which does not take it, that of TPUs, which remat does not take."""
+  if not interpret:
+    return False
+  return pltpu.InterpretParams() if jax.typeof(x).manual_axis_type.varying else True
