@@ -11,9 +11,9 @@ import numpy as np
 from gmm._recipe import Recipe
 from gmm.conformance._short_blocks import short_blocks
 
-Data = Literal["integers", "real", "positive"]
+Data = Literal["integers", "real", "positive", "uneven"]
 
-DATA_KINDS: tuple[Data, ...] = ("integers", "real", "positive")
+DATA_KINDS: tuple[Data, ...] = ("integers", "real", "positive", "uneven")
 BOTH_DTYPES = ("float32", "bfloat16")
 
 
@@ -26,7 +26,8 @@ class Case:
     group_sizes: rows of each group; what is left of m are slack rows.
     dtype: of lhs, rhs and dout, "float32" or "bfloat16".
     data: "integers" in -3..3, where float32 sums are exact in any order; "real", standard
-      normal; "positive", bounded away from zero, where errors cannot cancel.
+      normal; "positive", bounded away from zero, where errors cannot cancel; "uneven", normal
+      with rows and columns of zeros, and rows whose scales are below qwix's cutoff.
     seed: of the data.
     recipe: name of the recipe, for the checks that quantize; `rule` is what they run.
   """
@@ -80,9 +81,26 @@ class Case:
       values = rng.integers(-3, 4, shape).astype(np.float64)
     elif self.data == "real":
       values = rng.standard_normal(shape)
+    elif self.data == "uneven":
+      values = _uneven(rng.standard_normal(shape), salt)
     else:
       values = rng.uniform(0.5, 2.0, shape)
     return values.astype(numpy_dtype(self.dtype))
+
+
+def _uneven(x: np.ndarray, salt: int) -> np.ndarray:
+  """Zero and tiny slices; in no product are both factors tiny, so that none underflows."""
+  if x.ndim == 3:
+    x[:, :, 0] = 0
+  elif salt == 1:  # lhs
+    x[0::8] = 0
+    x[2::8] *= 2.0**-58
+  else:
+    x[3::8] = 0
+    x[1::8] *= 2.0**-48
+    x[:, 1:2] *= 2.0**-50
+    x[2::8, 1:2] = 0
+  return x
 
 
 def numpy_dtype(name: str) -> np.dtype:

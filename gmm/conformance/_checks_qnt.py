@@ -67,6 +67,18 @@ def block_scales(backend: Backend, case: Case) -> None:
     _exact_product(backend, case, lhs, QArray(rhs, _powers(case, 4, rhs_blocks)))
 
 
+@check("QNT-1", "codes times codes in tgmm, times a scale per column of each operand", "short", weight=0.35)
+def quantized_columns(backend: Backend, case: Case) -> None:
+  """fp8 and int8 pairs; exact on integer codes."""
+  rows = _oracle.ranges(case.sizes)
+  for qtype in ("float8_e4m3fn", "int8"):
+    lhs = QArray(_codes(case, 1, (case.m, case.k), qtype), _powers(case, 3, (1, case.k)))
+    dout = QArray(_codes(case, 2, (case.m, case.n), qtype), _powers(case, 4, (1, case.n)))
+    got = transposed(backend, preferred_element_type="float32")(lhs, dout, case.sizes)
+    expected = _oracle.tgmm(lhs, dout, rows).value.astype(np.float32)
+    expect_equal(got, expected, f"drhs of {qtype} codes", np.arange(case.g))
+
+
 @check("QNT-1", "scales per block of rows in tgmm, counted from each group's first row", "short", weight=0.3)
 def row_block_scales(backend: Backend, case: Case) -> None:
   """Blocks of different size on the two sides; the last of a group is short."""
@@ -104,7 +116,7 @@ def unused_reach_no_scale(backend: Backend, case: Case) -> None:
 
 
 @check(
-  "QNT-8", "quantizing in the op or in the backend is multiplying the recipe's codes", "quantized_short", weight=0.7
+  "QNT-8", "quantizing in the op or in the backend is multiplying the recipe's codes", "quantized_short", weight=2.5
 )
 def recipe_is_its_codes(backend: Backend, case: Case) -> None:
   """gmm(lhs, rhs, recipe) has the bits of gmm of the two QArrays."""
@@ -178,6 +190,7 @@ def nan_is_honest(backend: Backend, case: Case) -> None:
 
 CHECKS = (
   quantized_operands,
+  quantized_columns,
   block_scales,
   row_block_scales,
   int4_weights,

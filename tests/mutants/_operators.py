@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gmm._quantize import GivenScale
+
 # ---- edges, offsets, sizes ---------------------------------------------------------------
 
 
@@ -147,25 +149,33 @@ def by_reciprocal(scale, where):
   return 1 / jax.lax.reduce_precision(1 / scale, 8, 7)
 
 
+def _changed(quant, **fields):
+  """A Quant, or one whose scale is given, with other fields."""
+  if isinstance(quant, GivenScale):
+    return dataclasses.replace(quant, quant=dataclasses.replace(quant.quant, **fields))
+  return dataclasses.replace(quant, **fields)
+
+
 def per_tensor(quant, where):
   """One scale for the whole operand."""
-  return dataclasses.replace(quant, granularity="tensor")
+  return _changed(quant, granularity="tensor")
 
 
 def other_fp8(quant, where):
   """e5m2 and e4m3fn mixed up."""
   other = {"float8_e5m2": "float8_e4m3fn", "float8_e4m3fn": "float8_e5m2"}
-  return dataclasses.replace(quant, qtype=other.get(quant.qtype, quant.qtype))
+  qtype = (quant.quant if isinstance(quant, GivenScale) else quant).qtype
+  return _changed(quant, qtype=other.get(qtype, qtype))
 
 
 def qwix_cutoff(quant, where):
   """Tiny scales are replaced by 1."""
-  return dataclasses.replace(quant, tiny_scale="qwix")
+  return _changed(quant, tiny_scale="qwix")
 
 
 def wide_scale(quant, where):
   """The scale is kept in float32 where the recipe has the operand's dtype."""
-  return dataclasses.replace(quant, scale_dtype="float32")
+  return _changed(quant, scale_dtype="float32")
 
 
 def all_rows(ranges, where):
