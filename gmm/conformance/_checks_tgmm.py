@@ -96,7 +96,7 @@ def offset_shards(backend: Backend, case: Case) -> None:
 def accumulates_in_float32(backend: Backend, case: Case) -> None:
   """590 ones: a bfloat16 running sum stalls at 256; as float32 the sum is exact."""
   ones = np.ones_like(case.lhs), np.ones_like(case.dout)
-  exact = np.array([590.0, 5.0])[:, None, None] * np.ones((1, case.k, case.n))
+  exact = case.sizes.astype(np.float64)[:, None, None] * np.ones((1, case.k, case.n))
   expect_equal(transposed(backend)(*ones, case.sizes), exact.astype(case.lhs.dtype), "drhs", _groups(case))
   run = transposed(backend, preferred_element_type="float32")
   expect_equal(run(*ones, case.sizes), exact.astype(np.float32), "drhs as float32", _groups(case))

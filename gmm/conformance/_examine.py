@@ -16,7 +16,7 @@ from gmm.conformance._registry import Check, Violation
 from gmm.conformance._shrink import shrink
 
 # How long a failing check may look for a smaller case: a few shapes, one or two compiles each.
-SHRINK_SECONDS = 8.0
+SHRINK_SECONDS = 12.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,17 @@ class Finding:
   traceback: str = ""
 
 
-def examine(error: Exception, check: Check, backend: Backend, case: Any, *, explain: bool) -> Finding:
-  """Shrinks and names a failure of `check` on `backend` at `case`; with `explain=False` takes it as it is."""
+def examine(
+  error: Exception, check: Check, backend: Backend, case: Any, *, explain: bool, smaller: bool = True
+) -> Finding:
+  """Names a failure of `check` on `backend` at `case` and makes it small.
+
+  Args:
+    error: what was raised.
+    check, backend, case: where.
+    explain: False takes the failure as it is.
+    smaller: whether a smaller case may be looked for.
+  """
   if not isinstance(error, Violation) and not is_backends_error(error, check, backend, case):
     return Finding(True, case, _text(error), traceback=_trace(error))
   if not explain:
@@ -52,7 +61,7 @@ def examine(error: Exception, check: Check, backend: Backend, case: Any, *, expl
   looks_like = _diagnose.diagnose(_evidence(error), calls, str(error)) if isinstance(error, Violation) else ""
   tile = _tile(_evidence(error), calls)
   # 2. The smallest case that fails.
-  if isinstance(check.draws, str) and isinstance(case, Case):
+  if smaller and isinstance(case, Case) and (isinstance(check.draws, str) or case.m > 16 or case.g > 3):
     case, error = _smallest(error, check, backend, case)
   if not _diagnose.is_named(looks_like) and isinstance(error, Violation) and case != found_case:
     again = _diagnose.diagnose(_evidence(error), _spy.record(check, backend, case), str(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import jax.numpy as jnp
 import numpy as np
 
 from gmm._quantize import GivenScale
@@ -232,4 +231,4 @@ def _with(r: Replay, i: int, side: Side) -> Replay:
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
   with np.errstate(over="ignore", invalid="ignore"):
-    return np.asarray(jnp.asarray(x, jnp.float32).astype(numpy_dtype(dtype)).astype(jnp.float32)).astype(np.float64)
+    return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)

@@ -157,8 +157,7 @@ def run_check(
       else:
         _run_cases(check, backend, EXAMPLES[profile], seed, lambda case: tally.run(check, backend, case))
     except Exception as error:  # whatever a third party's kernel raises is reported with its case
-      at = dataclasses.replace(check, draws=(case,)) if case is not None else check
-      finding = examine(error, at, backend, tally.case, explain=explain)
+      finding = examine(error, check, backend, tally.case, explain=explain, smaller=case is None)
   expected = _expected.reason_for(check, expected_failures)
   status: Status = "declined" if not tally.ran else "unexpected pass" if expected else "passed"
   result = Result(
