@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = getattr(options, name)
     if path is not None and not path.parent.is_dir():
       parser.error(f"--{name} {path}: the folder {path.parent} does not exist.")
+  if options.self_test:
+    return _self_test(options)
   if options.case is not None and options.clause == "*":
     parser.error("--case needs --clause as well: which check shall run on that case?")
   return _check(options)
@@ -64,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
   check.add_argument("--profile", choices=("quick", "default", "thorough"), default="default", help="how many cases")
   check.add_argument("--seed", type=int, default=0, help="another seed draws other cases")
   check.add_argument("--case", metavar="CASE", help="only this case, as a report prints it: 'Case(m=4, …)'")
+  check.add_argument(
+    "--self-test", action="store_true", help="check the checks: faulty backends must be caught (needs the repository)"
+  )
+  check.add_argument("--explain", action="store_true", help="with --self-test: shrink and diagnose each failure too")
   check.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
   check.add_argument("--no-table", action="store_true", help="leave the MoE table out")
   check.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything as JSON")
@@ -126,6 +132,32 @@ def _check(options: argparse.Namespace) -> int:
     return NOTHING_RAN
   console.print("[bold green]conforms[/]" if holds else "[bold red]does not conform[/]")
   return CONFORMS if holds else FAILS
+
+
+def _self_test(options: argparse.Namespace) -> int:
+  """The mutants and the correct variants of the repository; names on the command line select some."""
+  import rich.console
+
+  from gmm import conformance
+
+  console = rich.console.Console()
+  if not console.is_terminal:
+    console.width = 120
+  try:
+    with _progress(console) as bar:
+      task = bar.add_task("mutants", total=None)
+      verdicts = conformance.self_test(
+        profile=options.profile,
+        seed=options.seed,
+        explain=options.explain,
+        only=options.backend[0] if options.backend else "",
+        on_verdict=lambda v: bar.update(task, advance=1, description=v.name),
+        jobs=options.jobs,
+      )
+  except (ValueError, ImportError) as error:
+    _print_cannot_load(error)
+    return CANNOT_LOAD
+  return CONFORMS if conformance.print_verdicts(verdicts, console) else FAILS
 
 
 def _print_cannot_load(error: Exception) -> None:

@@ -76,7 +76,7 @@ def self_test(
     ImportError: there is no checkout with tests/mutants around this file or the current folder.
     ValueError: `only` matches nothing.
   """
-  mutants = _load()
+  mutants = load_mutants()
   names = [(kind, x.name) for kind in ("MUTANTS", "VARIANTS") for x in getattr(mutants, kind) if only in x.name]
   if not names:
     raise ValueError(f"No mutant and no variant has {only!r} in its name.")
@@ -92,7 +92,7 @@ def self_test(
   return tuple(verdicts[name] for _, name in names)
 
 
-def _load() -> Any:
+def load_mutants() -> Any:
   """The package tests/mutants of this checkout."""
   for root in (pathlib.Path(__file__).resolve().parents[2], pathlib.Path.cwd()):
     folder = root / "tests"
@@ -106,7 +106,7 @@ def _load() -> Any:
 def _judge(kind: str, name: str, profile: Profile, seed: int, explain: bool) -> Verdict:
   """One mutant or variant, in this process."""
   begun = time.monotonic()
-  found = next(x for x in getattr(_load(), kind) if x.name == name)
+  found = next(x for x in getattr(load_mutants(), kind) if x.name == name)
   if kind == "VARIANTS":
     verdict = _first_failure(found, "", profile, seed, explain)
   else:
@@ -145,3 +145,35 @@ def _is_small(result: Result) -> bool:
   """Whether the failing case has at most 3 groups and 16 rows; a fixed case counts as it is."""
   case = result.case
   return not isinstance(case, Case) or not isinstance(result.check.draws, str) or (case.g <= 3 and case.m <= 16)
+
+
+def print_verdicts(verdicts: tuple[Verdict, ...], console: Any) -> bool:
+  """Prints which clause killed which mutant; returns whether every verdict is right."""
+  import rich.box
+  import rich.table
+
+  mutants, variants = ([v for v in verdicts if bool(v.clause) == faulty] for faulty in (True, False))
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+  for title in ("mutant", "killed by", "found", "looks like"):
+    table.add_column(title, overflow="fold")
+  for v in mutants:
+    table.add_row(v.name, v.killed_by or "[bold red]survived[/]", v.message.split("\n")[0][:90], v.looks_like)
+  for v in variants:
+    table.add_row(
+      v.name, f"[bold red]false alarm[/] {v.killed_by}" if v.killed_by else "", v.message[:90], v.looks_like
+    )
+  console.print(table)
+  killed = [v for v in mutants if v.killed_by]
+  console.print(f"{len(killed)} of {len(mutants)} mutants killed, {_share(killed)}", highlight=False)
+  alarms = sum(bool(v.killed_by) for v in variants)
+  console.print(f"{alarms} false alarms on {len(variants)} correct variants", highlight=False)
+  return all(v.right for v in verdicts)
+
+
+def _share(killed: list[Verdict]) -> str:
+  own = sum(v.killed_by.startswith(v.clause + ":") for v in killed)
+  said = f"{own} of them by their own clause"
+  if any(v.looks_like for v in killed):
+    named, small = sum(v.named for v in killed), sum(v.small for v in killed)
+    said += f"; {named} named by the diagnosis, {small} with a case of at most 3 groups and 16 rows"
+  return said
