@@ -50,11 +50,10 @@ class Hook:
   """The changes of a mutant, by site; sites are named "gmm.ends", "tgmm.acc" and so on."""
 
   changes: tuple[tuple[str, Change], ...]
-  where: Where | None = None
+  where: Where
   op: str = "gmm"
 
   def __call__(self, site: str, value: Any, extra: Any = None) -> Any:
-    assert self.where is not None
     for name, change in self.changes:
       if name == f"{self.op}.{site}":
         value = change(value, dataclasses.replace(self.where, extra=extra))
