@@ -67,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
   check.add_argument("--seed", type=int, default=0, help="another seed draws other cases")
   check.add_argument("--case", metavar="CASE", help="only this case, as a report prints it: 'Case(m=4, …)'")
   check.add_argument(
+    "--sanitize",
+    action="store_true",
+    help="run Pallas kernels in JAX's simulation of a TPU: uninitialized memory, bad reads, races; nothing else",
+  )
+  check.add_argument(
     "--self-test", action="store_true", help="check the checks: faulty backends must be caught (needs the repository)"
   )
   check.add_argument("--explain", action="store_true", help="with --self-test: shrink and diagnose each failure too")
@@ -113,13 +118,17 @@ def _check(options: argparse.Namespace) -> int:
       if problem is not None:
         console.print(f"[yellow]left out[/] {problem}", highlight=False)
   # 2. The clauses.
-  report = _run_checks(names, options, console) if case is None else _run_one_case(names, options, case)
+  if options.sanitize:
+    report = _sanitize(names, options)
+  else:
+    report = _run_checks(names, options, console) if case is None else _run_one_case(names, options, case)
   found_by = dict(zip((conformance.load_backend(n).name for n in names), names, strict=True))
   conformance.print_report(report, console, found_by)
   found: dict[str, Any] = {"conformance": conformance.as_json(report, found_by)}
   holds = report.conforms
   # 3. The MoE table, of installed backends: it says how accurate a whole layer is, not whether a kernel conforms.
-  if not options.no_table and options.clause == "*" and not any(":" in name for name in names):
+  is_whole = options.clause == "*" and not options.sanitize
+  if is_whole and not options.no_table and not any(":" in name for name in names):
     table_holds, found["tables"] = _run_tables(names, console)
     holds = holds and table_holds
   if options.json is not None:
@@ -165,6 +174,15 @@ def _print_cannot_load(error: Exception) -> None:
   if error.__cause__ is not None:
     traceback.print_exception(error.__cause__)
   print(f"gmm check: {error}", file=sys.stderr)
+
+
+def _sanitize(names, options):
+  """The sanitizers on each backend, in this process: the simulation has one state."""
+  from gmm import conformance
+
+  begun = time.monotonic()
+  results = [r for name in names for r in conformance.sanitize(conformance.load_backend(name))]
+  return conformance.Report(tuple(results), options.profile, options.seed, time.monotonic() - begun)
 
 
 def _run_one_case(names, options, case):

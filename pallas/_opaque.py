@@ -26,6 +26,8 @@ def opaque(
 
   An interpreted kernel is traced once for its shapes, however many programs it stands in.
   """
+  if _is_sanitized():
+    return run(*operands)  # the interpreter's callbacks are effects, which a primitive would hide
   if interpreted:
     # Here and not while it is lowered: an error in there would be raised between two MLIR modules.
     _traced(run, tuple((x.shape, x.dtype) for x in operands))
@@ -69,6 +71,13 @@ def _primitive() -> Primitive:
   mlir.register_lowering(primitive, lower)
   batching.primitive_batchers[primitive] = batch
   return primitive
+
+
+def _is_sanitized() -> bool:
+  """Whether `pltpu.force_tpu_interpret_mode` is on: kernels then run in JAX's simulation of a TPU."""
+  from jax._src import config  # no public way to ask
+
+  return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from gmm.conformance._run import check_backends as check_backends
 from gmm.conformance._run import checks as checks
 from gmm.conformance._run import run_check as run_check
 from gmm.conformance._run import select as select
+from gmm.conformance._sanitize import sanitize as sanitize
 from gmm.conformance._selftest import Verdict as Verdict
 from gmm.conformance._selftest import print_verdicts as print_verdicts
 from gmm.conformance._selftest import self_test as self_test

@@ -155,7 +155,8 @@ def _clause_table(report: Report) -> rich.table.Table:
     view.add_column(backend, no_wrap=True)
   view.add_column("seconds", justify="right")
   seen = {r.check.clause for r in report.results}
-  for clause in dict.fromkeys(c.clause for c in checks() if c.clause in seen):  # in the order of SPEC.md
+  in_spec = dict.fromkeys(c.clause for c in checks() if c.clause in seen)  # in the order of SPEC.md
+  for clause in (*in_spec, *sorted(seen - set(in_spec))):
     rows = [r for r in report.results if r.check.clause == clause]
     # A check of the library itself counts in every column.
     shared = [r for r in rows if r.backend == "(library)"]
