@@ -205,7 +205,7 @@ def test_guide_is_true(capsys):
   page = pathlib.Path(cli.__file__).parent.parent / "docs" / "conformance.md"
   text = page.read_text()
   commands = re.findall(r"^(gmm .*)$", text, re.MULTILINE)
-  assert len(commands) == 2
+  assert len(commands) == 3
   for command in commands:
     with pytest.raises(SystemExit) as stopped:
       cli.main([*shlex.split(command)[1:], "--help"])
