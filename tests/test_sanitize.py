@@ -11,6 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 import gmm
 from gmm.conformance._sanitize import sanitize
 
+# A minute of simulation, which leaves state in its process: a run of its own.
+pytestmark = pytest.mark.slow
+
 
 def _right(x_ref, o_ref, scratch, sem):
   copy = pltpu.make_async_copy(x_ref, scratch, sem)

@@ -47,8 +47,8 @@ class Verdict:
 
   @property
   def right(self) -> bool:
-    """Whether a mutant was killed, or a correct variant was not."""
-    return bool(self.killed_by) == bool(self.clause)
+    """Whether a mutant was killed, or a correct variant was not; a suite error proves nothing."""
+    return bool(self.killed_by) == bool(self.clause) and not self.killed_by.endswith("(suite error)")
 
 
 def self_test(
@@ -112,8 +112,8 @@ def _judge(kind: str, name: str, profile: Profile, seed: int, explain: bool) -> 
   else:
     with found.applied() as backend:
       verdict = _first_failure(backend, found.clause, profile, seed, explain)
-    words = f"{verdict.looks_like} {verdict.message}".lower()
-    verdict = dataclasses.replace(verdict, named=any(word.lower() in words for word in found.kind))
+    said = verdict.looks_like.lower()
+    verdict = dataclasses.replace(verdict, named=any(word.lower() in said for word in found.kind))
   jax.clear_caches()  # Linux gives a process 65530 memory maps; each program holds some
   return dataclasses.replace(verdict, seconds=time.monotonic() - begun)
 

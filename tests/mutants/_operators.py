@@ -354,11 +354,3 @@ def always_first_tile(tile, where):
 def blocks_backwards(i, where):
   """The weights' blocks along k come in the opposite order."""
   return where.extra - 1 - i
-
-
-# ---- the library -------------------------------------------------------------------------
-
-
-def all_kept(quant, *operands):
-  """clip_gradient is forgotten."""
-  return None
