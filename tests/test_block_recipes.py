@@ -268,7 +268,8 @@ def test_dequantize_needs_the_rows_of_the_groups():
   codes = gmm.quantize(x, dataclasses.replace(E4M3, granularity=2), "cols", starts=starts, ends=ends)
   with pytest.raises(ValueError, match="starts and ends"):
     gmm.dequantize(codes)
-  np.testing.assert_allclose(gmm.dequantize(codes, starts=starts, ends=ends)[:8], x[:8], rtol=2.0**-22)
+  # An ulp of the scale (2^-23, SPEC QNT-2) and the rounding of code times scale (2^-24).
+  np.testing.assert_allclose(gmm.dequantize(codes, starts=starts, ends=ends)[:8], x[:8], rtol=2.0**-23 + 2.0**-24)
   np.testing.assert_array_equal(gmm.dequantize(codes, starts=starts, ends=ends)[8], 0)
   with pytest.raises(ValueError, match='kind="rows"'):
     gmm.gmm(codes, jnp.ones((3, 2, 4)), [3, 2, 3])
@@ -342,7 +343,7 @@ def test_a_training_step_with_delayed_scaling():
       static = gmm.Recipe(**dict(zip(("lhs", "rhs", "dout"), map(fixed, _quants(recipe), limits), strict=True)))
       out = lambda w, r=static: gmm.gmm(lhs, w, sizes, recipe=r, backend="reference")
       expected = jax.jit(jax.grad(lambda w, out=out: ((out(w) - target) ** 2).mean()))(before)
-      np.testing.assert_allclose(drhs, expected, rtol=1e-6, atol=1e-9)
+      np.testing.assert_array_equal(drhs, expected)
   assert len(traces) == 1
   assert values == sorted(values, reverse=True)
   assert histories["lhs"].absmax.shape == (3,)

@@ -13,7 +13,7 @@ from gmm._recipe import QMAX, Quant, Recipe
 from gmm._row_blocks import num_row_blocks
 from gmm.conformance import _oracle
 from gmm.conformance._case import Case, numpy_dtype
-from gmm.conformance._programs import quantized, ranged
+from gmm.conformance._programs import both_ways, quantized
 from gmm.conformance._registry import check, expect, expect_equal
 
 _BF16 = numpy_dtype("bfloat16")
@@ -96,7 +96,7 @@ def qwix_mxfp8(backend: Backend, case: None) -> None:
 def given_ranges(backend: Backend, case: Case) -> None:
   """Bits of a static recipe, forward and backward; the range of dout is widened by what moves into it."""
   e4m3, e5m2 = Quant(qtype="float8_e4m3fn"), Quant(qtype="float8_e5m2")
-  run = ranged(
+  run = both_ways(
     backend, recipe=Recipe(lhs=e4m3, rhs=dataclasses.replace(e4m3, granularity="channel_per_group"), dout=e5m2)
   )
   # A scale of 2^-7 moves into dout, so that its range times that is a number to write.
@@ -104,12 +104,12 @@ def given_ranges(backend: Backend, case: Case) -> None:
   fixed = dataclasses.replace(e4m3, calibration="fixed,-3.5,3.5")
   of_dout = dataclasses.replace(e5m2, calibration=f"fixed,-{2 * moved},{2 * moved}")
   args = case.lhs, case.rhs, case.sizes, case.dout
-  got = run(*args, Ranges(lhs=np.float32(3.5), rhs=np.float32(3.5), dout=np.float32(2)))
-  expected = ranged(backend, recipe=Recipe(lhs=fixed, rhs=fixed, dout=of_dout))(*args, None)
+  got = run(*args, None, Ranges(lhs=np.float32(3.5), rhs=np.float32(3.5), dout=np.float32(2)))
+  expected = both_ways(backend, recipe=Recipe(lhs=fixed, rhs=fixed, dout=of_dout))(*args)
   for name, a, b in zip(("out", "dlhs", "drhs"), got, expected, strict=True):
     expect_equal(a, np.asarray(b), f"{name} with given ranges")
   before = run.programs()
-  run(*args, Ranges(lhs=np.float32(1), rhs=np.float32(2), dout=np.float32(3)))
+  run(*args, None, Ranges(lhs=np.float32(1), rhs=np.float32(2), dout=np.float32(3)))
   expect(run.programs() == before, "other ranges compiled another program")
 
 

@@ -72,22 +72,10 @@ def forward(backend: Backend, **static: Any) -> Program:
 
 @functools.cache
 def both_ways(backend: Backend, **static: Any) -> Program:
-  """(out, dlhs, drhs) from (lhs, rhs, sizes, dout, offset=None)."""
+  """(out, dlhs, drhs) from (lhs, rhs, sizes, dout, offset=None, ranges=None)."""
 
-  def run(lhs, rhs, sizes, dout, offset=None):
-    op = lambda lhs, rhs: _op.gmm(lhs, rhs, sizes, backend=backend, group_offset=offset, **static)
-    out, pullback = jax.vjp(op, lhs, rhs)
-    return out, *pullback(dout.astype(out.dtype))
-
-  return jit(run)
-
-
-@functools.cache
-def ranged(backend: Backend, **static: Any) -> Program:
-  """(out, dlhs, drhs) from (lhs, rhs, sizes, dout, ranges)."""
-
-  def run(lhs, rhs, sizes, dout, ranges):
-    op = lambda lhs, rhs: _op.gmm(lhs, rhs, sizes, backend=backend, ranges=ranges, **static)
+  def run(lhs, rhs, sizes, dout, offset=None, ranges=None):
+    op = lambda lhs, rhs: _op.gmm(lhs, rhs, sizes, backend=backend, group_offset=offset, ranges=ranges, **static)
     out, pullback = jax.vjp(op, lhs, rhs)
     return out, *pullback(dout.astype(out.dtype))
 
